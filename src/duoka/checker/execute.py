@@ -100,6 +100,9 @@ def find_loss(outputs: Any) -> torch.Tensor:
     return loss if loss.dim() == 0 else loss.float().sum()
 
 
+# Tables that the first call leaves behind (masks, rotary tables in an attribute or a global) are
+# read by the second call from its first layer on: one that was last made on cuda:1 meets inputs on
+# cuda:0 there. The decode step continues the cache of the first call, as `generate` would.
 @torch.no_grad()
 def _infer(
     model: nn.Module, call: Callable[[], Any], kwargs: dict[str, Any], steps: StepListener
@@ -181,11 +184,13 @@ def _generate(subject: Subject, device: torch.device, steps: StepListener) -> An
     return None
 
 
+# A step for each token of a long context would take too long. The first two and the last two steps
+# are run; between them `Stepper.lengthen` makes the cache as long as it will be. Of 99 tokens:
+#
+#   tokens   1        1        95                   1        1
+#   phase    decode   decode   decode, many steps   decode   decode
 def decode_phases(tokens: int) -> Iterator[tuple[str, int]]:
-    """Return the phases of `steps` decode steps with their tokens: the first and the last steps.
-
-    Between them the cache is lengthened to the end of the context.
-    """
+    """Yield the phases in which `tokens` tokens are decoded, each with its number of tokens."""
     first_steps = min(tokens, DECODE_STEPS)
     last_steps = min(tokens - first_steps, DECODE_STEPS)
     yield from [("decode", 1)] * first_steps

@@ -54,11 +54,19 @@ class Expressions:
 
     def of(self, tensor: torch.Tensor, path: tuple[int | str, ...], receiver: bool) -> OperandText:
         """Return the expression of one tensor."""
-        # In this order, the surest first: the argument is the very instruction that made the
-        # tensor (`f(x.neg())`); its value, looked up without running code, is the tensor (`x`, or
-        # `xs` for one of its items); it stands at the position where the operation got the tensor,
-        # if model code calls the operation itself; the tensor is a parameter of the called module;
-        # it is the result of an argument whose value isn't known.
+        # Five rules, the surest first. None runs model code, which may have side effects: values
+        # are looked up among locals, globals, stored attributes and constant items (`_value`).
+        #
+        #   rule                                      call                    expression
+        #   1 the argument's own code made it         torch.add(x, y.neg())   y.neg()
+        #   2 it is the argument's value, or an item  torch.cat(xs)           xs[1]
+        #   3 the argument at its position            torch.add(x, table(n))  table(n)
+        #   4 a parameter of the called module        self.proj(x)            self.proj.weight
+        #   5 an argument of unknown value            self.norm(table(n))     table(n)
+        #
+        # Rule 1 compares positions: `SPOT` names the instruction that made a tensor. For a model's
+        # own function `table` that is inside of `table`. Rule 3 needs a call by model code itself:
+        # behind a module, positions are those of the operation in the module.
         maker: Spot = vars(tensor).get(SPOT, (None, 0))
         is_here = maker[0] is self._frame.f_code
         for node in self._left:
@@ -104,6 +112,8 @@ class Expressions:
             if isinstance(parent, ast.Assign):
                 yield (2, parent.value)
 
+    # In `x.add(y)` the operation gets x at 0 and y at 1; in the source they are at -1 (the
+    # receiver) and 0. From the position of `*rest` on the arguments are items of `rest`.
     def _by_position(self, path: tuple[int | str, ...], receiver: bool) -> OperandText | None:
         index, rest = path[0], path[1:]
         arguments = dict(self._arguments)

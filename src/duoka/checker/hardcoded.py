@@ -30,6 +30,9 @@ _OF_ONE = (
 )  # fmt: skip
 
 # One object for each, so that a device which code asked a tensor for is told from one it names.
+# For a tensor on vgpu:1 model code always gets the same object torch.device("cuda", 1). Passed on
+# to `y.to(...)` it is recognized by identity, and nothing is hard-coded. An equal device that the
+# code makes itself is another object.
 _seen: dict[int, torch.device] = {}
 
 

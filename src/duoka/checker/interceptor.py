@@ -390,6 +390,12 @@ class FunctionInterceptor(TorchFunctionMode):
             self.hard_coded[spot] = (op_name(func), name, count + 1)
 
 
+# Who settles a mix depends on the depth. Inside of a Python call (depth 1 or more) the ATen error
+# rises to `__torch_function__`, which moves the arguments of the whole call and repeats it. At
+# depth 0 there is no such call, so `settle` moves the arguments of the ATen operation itself:
+#
+#   F.layer_norm(x, [4], w)             depth 1   w.to(x.device) is recorded by autograd
+#   a C++ node of the backward pass     depth 0   the node's arguments are moved; nothing records
 class _Calls:
     """Nesting depth of calls of PyTorch's functions."""
 
@@ -405,6 +411,8 @@ class _Calls:
             self.depth = depth
 
 
+# Example: t = torch.zeros(4, device="cuda:0") is on a hard-coded device, and so is t * 2. The sum
+# t + h is not, as the device of h follows from the placement.
 def _all_hard(args: tuple[Any, ...]) -> Spot | None:
     """Return the hard-coded devices that alone determined where these tensors are."""
     spots = [

@@ -48,7 +48,8 @@ class MixedCall:
         kwargs: dict[str, Any],
         frame: FrameType,
     ) -> None:
-        # Its frames hold this, which holds it: nothing would let go of the tensors.
+        # The frames of its traceback refer to this object, and this object to the error: a cycle,
+        # which would keep the tensors alive until the next garbage collection.
         self.error = error.with_traceback(None)
         self.func = func
         self.args = args
@@ -119,13 +120,31 @@ class MixedCall:
         paths = {*go[:half], *stay[:half]}
         return [(path, tensor) for path, tensor in self.tensors if path in paths]
 
+    # Root-cause attribution. After a fault the check moves tensors to a target device, continues,
+    # and marks the result with the fault (`CAUSE`). A later operation that mixes devices is a
+    # follow-up if the result, on another device of that fault, would not have caused it. Let m be
+    # the result of a fault between cuda:0 and cuda:1 that was settled on cuda:1:
+    #
+    #   case                       this operation                              example
+    #   1 m moves to the target    target cuda:0, a device of that fault       a(x) + m
+    #   2 m stays, and draws the   target cuda:1, running module on cuda:0,    m * self.scale
+    #     operation away           other operand on cuda:0
+    #   3 m is written to          target cuda:1 (a write stays in place),     m.add_(a(x))
+    #                              other operand on cuda:0
+    #
+    # Worked example with `a` on cuda:0 and `b` on cuda:1:
+    #
+    #   near = a(x)
+    #   m = near + b(near)   mixes: b was entered last, so `near` moves, and m is on cuda:1
+    #   out = a(x) + m       mixes: a was entered last, so m moves to cuda:0 (case 1). A fix of the
+    #                        line above that yields cuda:0 removes both faults.
+    #
+    # No follow-up: `h = b(x) + scale`, then `h * shift`, with scale and shift on cuda:0, outside of
+    # all placed modules. h stays on cuda:1, where b made it, and `shift` needs a fix of its own.
     def earlier_cause(self, names: ReportNames, running: torch.device | None) -> FaultRecord | None:
         """Return the earlier fault that causes this one, if any.
 
-        A fault moves tensors, so that a later operation may mix devices that would not have met.
-        With `home`, the device of the placed module whose code is running, that is so in three
-        cases: the moved tensor itself has to go back to a device of that fault; it took this
-        operation away from `home`; or it is written to, and meets a device of that fault.
+        `running` is the device of the innermost running module that the placement names.
         """
         devices = {names.device(tensor.device) for _, tensor in self.tensors}
         target, home = names.device(self.target), running and names.device(running)
@@ -158,12 +177,14 @@ def op_name(func: Any) -> str:
     return resolve_name(func) or getattr(func, "__qualname__", None) or str(func)
 
 
+# One line met in 3 layers in each of 2 steps: count 3 (the most in one step), not 6. `at_hand`
+# keeps the names that held a tensor on the target every time: (x, mask), then (x,) leave (x,).
 @dataclass(slots=True, eq=False)
 class FaultRecord:
     """A fault under construction; the same line in forty layers is one record."""
 
     first: Fault
-    """It, as it was met first."""
+    """The fault at its first occurrence."""
     cause: FaultRecord | None = None
     modules: dict[str, None] = field(default_factory=dict)
     count: int = 0
@@ -210,6 +231,10 @@ def _tensors_below(path: Path, value: Any) -> Iterator[tuple[Path, torch.Tensor]
 
 
 # ── which fault decided a tensor's device ──
+#
+# The mark spreads with the device: a result inherits the mark of an argument on its own device. It
+# ends where a placed module returns the tensor (`PlacedModule.leave`): from there on the placement
+# is the reason for the device.
 
 
 def cause_of_result(args: Any, device: torch.device) -> FaultRecord | None:

@@ -74,6 +74,10 @@ def place_of(spot: Spot) -> Place:
     return source.place(position, code.co_qualname)
 
 
+# From an instruction to a node of the syntax tree. In line 12, "    y = x + self.scale", let the
+# addition be at offset 38 of the code. `co_positions()` has an item for each two bytes, so item 19
+# is its span: lines 12 to 12, columns 8 to 22. `SourceFile.nodes` has the node `x + self.scale`
+# under the same key, since the compiler takes spans from the same syntax tree.
 def code_position(code: CodeType, offset: int) -> Position:
     """Return the position of the current instruction's expression."""
     positions = islice(code.co_positions(), offset // 2, None)
@@ -115,6 +119,7 @@ class SourceFile:
             tree = parse_quietly("".join(self.lines))
         except (SyntaxError, ValueError):
             return {}, {}  # made at run time, or changed since: then only the line is known
+        # `ast.walk` goes level by level: of two nodes with one span the outer one is kept.
         for node in ast.walk(tree):
             parents |= dict.fromkeys(ast.iter_child_nodes(node), node)
             # A statement that is a mere expression has the expression's span.
@@ -202,6 +207,11 @@ def is_written_back(spot: Spot) -> bool:
     return isinstance(outer, ast.AugAssign) and outer.target is node
 
 
+# A device that the call takes from a tensor follows any placement; a named one does not:
+#
+#   x.cuda(), x.to("cuda:0"), zeros(3, device="cuda")    named
+#   x.to(y.device), x.cuda(y.get_device())               from a tensor
+#   d = y.device; x.to(d)                                from a tensor, by the assignment to `d`
 def is_named(spot: Spot, device: object) -> bool:
     """Return True if the call itself names the device, rather than taking it from a tensor."""
     node = source_of(spot[0].co_filename).nodes.get(code_position(*spot))

@@ -30,8 +30,7 @@ from duoka.runtime.dispatch.place_tensors import tensor_names
 from .source_map import place_of
 
 Entries = tuple[tuple[str, str], ...]
-
-"""What to do where a checkpoint's own code can't run."""
+"""Modules or single tensors with their devices, by name and in the order of the map."""
 
 _PACKAGES = ("duoka", "torch", "transformers")
 _NEAREST = 3
@@ -48,11 +47,11 @@ class Subject:
     entries: Entries
     """Modules (or single tensors) and their devices; a longer name overrides a shorter one."""
     budgets: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by device, where somebody said them."""
+    """Budgets in bytes by device, where stated."""
     generation: GpuGeneration | None = None
-    """That of the GPUs, where it is known."""
+    """Generation of the GPUs, where known."""
     completeness: Faults = field(default_factory=Faults)
-    """What is wrong with the map that the entries come from."""
+    """Errors of the device map from which the entries were made."""
     inputs: Mapping[str, Any] | tuple[Any, ...] | Callable[[nn.Module], Any] | None = None
     """The arguments of one call, or what runs the model: called with it. Without, the model is one
     that generates, and does the workload."""
@@ -64,9 +63,9 @@ class Subject:
     not_run: tuple[str, ...] = ()
     """Files with code that came with the checkpoint and isn't the model's."""
     hint: str = ""
-    """What to do where the model's code stops for a reason of its own."""
+    """Hint for the user if the model's code stops with an error of its own."""
     if_too_large: str = ""
-    """What else there is where the memory isn't enough."""
+    """Note for the report if the model needs more memory than the budgets."""
     is_dispatched: bool = False
     """Arguments move where `duoka.dispatch` moves them, instead of to the modules that the entries
     name: a container of entries is entered where its first part is."""

@@ -88,6 +88,8 @@ def parse_json(content: bytes, source: str) -> dict[str, Any]:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{source} is not UTF-8: {error}", hint=INCOMPLETE) from error
+    # A bound before anything is parsed: each value but the outermost is an item or an entry, which
+    # follows a comma or an opening bracket.
     values = text.count(",") + text.count("[") + text.count("{")
     if values > MAX_JSON_VALUES:
         raise CheckpointError(
@@ -212,6 +214,8 @@ def _read_entry(path: Path, name: str, entry: object) -> tuple[int, TensorInfo]:
 
 def _check_layout(path: Path, entries: list[tuple[int, TensorInfo]], data_bytes: int) -> None:
     """Refuse overlaps, holes, and data that doesn't end with the file."""
+    # An empty tensor begins where the next one does. With the size as second key it comes first:
+    # [0, 0], then [0, 8], which is no overlap.
     stop = 0
     for start, tensor in sorted(entries, key=lambda entry: (entry[0], entry[1].nbytes)):
         if start != stop:

@@ -199,6 +199,9 @@ def is_wide(tensor: TensorInfo) -> bool:
 def _missing(method: Method, weight: str, tensors: Mapping[str, TensorInfo]) -> list[str]:
     if weight in tensors and is_wide(tensors[weight]):
         return []  # only activations are quantized
+    # Several sets of parts can make a weight whole. Missing are those of the set with the largest
+    # share present: beside `weight`, `absmax` and `quant_map` of bitsandbytes (3 of NF4's 4 parts,
+    # 1 of int8's 2) the quant_state of NF4 is missing, not int8's SCB.
     wholes = [[_part_name(weight, suffix) for suffix in suffixes] for suffixes in method.wholes]
     likeliest = max(wholes, key=lambda names: len(tensors.keys() & names) / len(names))
     scales = tensors.get(_part_name(weight, "weight.absmax"))

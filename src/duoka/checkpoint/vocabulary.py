@@ -174,6 +174,8 @@ def _sentencepiece_backend(model: SentencePieceModel) -> Tokenizer:
     backend = Tokenizer(
         BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=bytes_known)
     )
+    # The text " Hi  you" by step: charsmap (Unicode forms), Strip and Replace "Hi you", Prepend
+    # "▁Hi you", Replace "▁Hi▁you". The decoder reverses them but for the blanks that were removed.
     steps: list[Any] = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
     decoding: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if model.remove_extra_whitespaces:
@@ -208,6 +210,13 @@ def _merges(costs: Mapping[str, float], vocabulary: Mapping[str, int]) -> list[t
     sentencepiece and tiktoken join any two neighbours whose union is in the vocabulary, so every
     split of a piece counts: "abc" gives ("a", "bc") and ("ab", "c") if all four are pieces.
     """
+    # A byte-pair encoding joins the pair that stands first in the list of merges, again and again.
+    # With the ids a 0, b 1, c 2, ab 3, bc 4, abc 5, which are tiktoken's costs as well:
+    #
+    #   merges    (a, b)  (b, c)  (a, bc)  (ab, c)      by the id of the union, then of the parts
+    #   "abc"     a b c → ab c → abc                    (a, b) is before (b, c)
+    #
+    # sentencepiece's cost is the negative score, and only NORMAL pieces are unions.
     merges: list[tuple[str, str]] = []
     for piece in sorted(costs, key=lambda piece: (costs[piece], vocabulary[piece])):
         pairs = [

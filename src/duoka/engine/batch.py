@@ -1,9 +1,9 @@
-"""Prompts of a file, answered to another: each once, whenever a run was killed.
+"""Answer the prompts of a file into another file; a killed run is continued where it ended.
 
-Both are JSON lines. A prompt's line is a text, or an object with "prompt" or "messages", and if it
-likes an "id" and sampling parameters of its own. An answer's line has the prompt's number, its id,
-and the answer; it is written when the answer has ended, and a run goes on after what is there. A
-line that a killed run left half is removed.
+Both are JSON lines. A prompt's line is a text, or an object with "prompt" or "messages", and
+optionally an "id" and sampling parameters of its own. An answer's line has the prompt's number, its
+id, and the answer; it is written when the answer has ended, and a run goes on after what is there.
+A line that a killed run left half is removed.
 """
 
 from __future__ import annotations

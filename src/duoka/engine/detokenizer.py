@@ -46,6 +46,12 @@ class Detokenizer:
         """Return the rest of the text."""
         return self._complete(final=True)
 
+    # As in vLLM's incremental detokenization. The tokens A, e4, bd, a0 (你 has three bytes):
+    #
+    #     token   text from `_start` on   returned
+    #     A       A                       A
+    #     e4, bd  A\ufffd                 nothing: the last character isn't whole
+    #     a0      A你                     你; `_start` is now behind A
     def _complete(self, *, final: bool) -> str:
         before = self._decode(self._ids[self._start : self._said])
         text = self._decode(self._ids[self._start :])

@@ -233,6 +233,9 @@ class Engine:
         UsageError
             If the request or its images exceed the plan, or its grammar can't be compiled.
         """
+        # The caller's thread makes the tokens, checks the limits and compiles the grammar: a slow
+        # prompt delays no step, and the engine's thread gets a finished sequence. The seed is fixed
+        # here: a step that is computed again samples by the same random numbers.
         tokens = self._tokens(prompt)
         is_chat = isinstance(prompt, str) or any(isinstance(part, ChatMessage) for part in prompt)
         if params.grammar is not None and is_chat:
@@ -348,6 +351,13 @@ class Engine:
 
     # ── the engine's thread ──
 
+    # This thread alone calls the executor's `start`, `submit` and `wait`, and `on_event` of
+    # requests:
+    #
+    #     other threads   Engine.submit: queue the sequence under the lock, wake ─┐
+    #     this thread     submit steps → wait for a step's end, or to be woken ◀──┘ → take result
+    #
+    # `on_event` is called under the lock: a callback that calls the engine would wait for itself.
     def _work(self, started: Future[None]) -> None:
         executor = self._executor
         try:
@@ -398,6 +408,12 @@ class Engine:
             for chunk, outcome in zip(chunks, result, strict=True):
                 self._scheduler.computed(chunk, self._explained(outcome, chunk))
 
+    # Of the chunks a b c d, each of its own sequence, c can't be computed:
+    #
+    #     [a b c d] fails → [a b] runs, [c d] fails → [c] fails and ends its request, [d] runs
+    #
+    # One such chunk of n takes about 2 log2(n) further steps, before any new step. A chunk of 512
+    # tokens for which there is no memory is tried with 256, 128, …; later steps read what is left.
     def _retry(self, chunks: Sequence[Chunk], error: Exception) -> None:
         """Compute each half of a failed step alone, as often as need be.
 

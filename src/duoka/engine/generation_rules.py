@@ -113,6 +113,7 @@ class GenerationRules:
 
 def _repeating(source: tuple[int, ...], tokens: tuple[int, ...], size: int) -> set[int]:
     """Return the tokens that would repeat an n-gram of a source at the end."""
+    # Of trigrams in 1 2 3 1 2 the end 1 2 was followed by 3 before: 3 is forbidden.
     ends = tokens[len(tokens) - size + 1 :]
     starts = range(len(source) - size + 1)
     return {source[at + size - 1] for at in starts if source[at : at + size - 1] == ends}

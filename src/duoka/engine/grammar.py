@@ -174,6 +174,15 @@ class Vocabulary:
         return cls(tokens, int.from_bytes(text_bits, "little"), int.from_bytes(stop_bits, "little"))
 
 
+# An answer by the regex ab|ac, over the tokens a, b, c, ab, </s> with the bits 0 … 4:
+#
+#     text    allowed                                         mask
+#     ""      a, ab                                           0b01001
+#     "a"     b, c                                            0b00110
+#     "ab"    complete: it ends without a further token
+#
+# The mask depends on the last token. So it is computed in the engine's thread when that has come,
+# and goes with the row (`Sequence.row`) to the process that samples.
 class GrammarMatcher:
     """The state of an answer in its grammar.
 

@@ -41,6 +41,8 @@ class PagePool:
         self._contents: dict[Key, tuple[int, int]] = {}
         self._keys: dict[int, Key] = {}
         # The contents of full pages; a twin of a page has the same content and isn't shared.
+        # Two sequences that compute tokens 5 6 at the same time fill two pages of content 1: the
+        # first one is found by others; its twin has no key, and ends as an empty page.
         self._numbers: dict[int, int] = {}
         self._last_content = _NOTHING
         # Pages that can be shared and have no users.
@@ -64,6 +66,7 @@ class PagePool:
         among them: its output gives the next token. Return None, and allocate nothing, where not
         enough pages are free beside `spare` others.
         """
+        # Unused pages count as free; those among the shared ones stop being free now.
         shared = list(self._shared(tokens[:-1]))
         needed = self.pages_for(num_tokens) - len(shared)
         if needed + spare > self.num_free - sum(page in self._unused for page in shared):
@@ -97,6 +100,8 @@ class PagePool:
         Pages that were shared before are skipped.
         """
         size, stop = self.page_tokens, num_tokens // self.page_tokens
+        # The content of a page follows from that of the page before it: begin behind the last page
+        # that has a number already. So a call takes as long as there are new full pages.
         start = stop
         while start and pages[start - 1] not in self._numbers:
             start -= 1
@@ -124,6 +129,9 @@ class PagePool:
         if self._empty:
             page = self._empty.popleft()
         else:
+            # When the page of content 1 is evicted, (1, 7 8) → 2 stays in `_contents` until its
+            # page is needed, but is found no more: tokens 5 6 get a new number when they are
+            # computed again.
             page, _ = self._unused.popitem(last=False)
             del self._contents[self._keys.pop(page)]
         self._numbers.pop(page, None)

@@ -58,6 +58,9 @@ class SamplingRow:
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[TokenChoice]:
     """Sample a token for each row of logits, [rows, vocabulary]."""
+    # The order: raw logits → penalties, biases, banned tokens → grammar → argmax; and where a row
+    # is drawn, temperature → top-k → top-p and min-p → the row's number. Log-probabilities are of
+    # raw logits.
     raw = logits.float()
     changed = raw
     if any(row.changes_logits for row in rows):
@@ -76,6 +79,9 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[TokenChoice]:
 
 def _changes(row: SamplingRow, vocabulary: int) -> dict[int, LogitChange]:
     """Collect the changes of a row's logits by penalties and biases, by token."""
+    # A token with logit 2, which is in the prompt and twice in the answer, with penalties of 1.25
+    # (repetition), 0.5 (presence), 0.25 (frequency) and a bias of 1, becomes
+    #     2 / 1.25 - (0.5 + 2 * 0.25) + 1 = 1.6
     params = row.params
     changes: dict[int, LogitChange] = {}
     if params.repetition_penalty != 1:
@@ -120,6 +126,9 @@ def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     )
 
 
+# A generator with a state would make a generation depend on which other rows were drawn before.
+# Python seeds with a text by its SHA-512: the number is the same in every process, whatever
+# PYTHONHASHSEED is.
 def _uniform(seed: int, place: int) -> float:
     """Return a number from 0 to below 1 that follows from the two alone."""
     return random.Random(f"{seed}/{place}").random()

@@ -77,6 +77,15 @@ class Scheduler:
         """Queue a sequence."""
         self.waiting.append(sequence)
 
+    # Two stages, so two steps in flight; decoding sequences a … e, and a prompt in chunks p0 … p3:
+    #
+    #     stage 0   a b c p0 │ d e p1   │ a b c p2 │ d e p3
+    #     stage 1            │ a b c p0 │ d e p1   │ a b c p2
+    #
+    # A decoding sequence waits for its own token, which the last stage samples: it is in one step
+    # at a time, so two micro-batches keep two stages busy. The tokens of a prompt are known: p1
+    # enters stage 0 while p0 is in stage 1. Each stage computes steps in their order, so the keys
+    # of p0 are in its pages when p1 comes.
     def next_step(self) -> list[Chunk]:
         """Choose the chunks to compute next, beside those in flight; none if there is no work."""
         self._end_cancelled()
@@ -136,12 +145,17 @@ class Scheduler:
         loads = [load for load in self._speeds if load.requests <= num_decoding]
         return not loads or loads[-1].is_grouped
 
+    # With step_tokens 512, 2 steps in flight, 3 decoded tokens, and prompts of 180 and 900 unread
+    # tokens: the budget is 509, chunks are of 1080 / (2 * 2) = 270 tokens, and this step reads 180
+    # tokens of the first prompt and 90 of the second. With one step in flight it reads 180 and 329.
     def _prompt_tokens(self, num_decoding: int) -> int:
         """Return the token budget for prompts of a step with so many decoded tokens."""
         budget = self.capacity.step_tokens - num_decoding
         if self._num_steps == 1 or self.capacity.whole_prompts:
             return budget
         # Each stage reads another chunk: M chunks take M + S - 1 steps through S stages.
+        # Of 8 units of time for each of S = 2 stages a whole prompt takes 16, and M = 4 chunks of 2
+        # take (4 + 1) * 2 = 10.
         reading = [s for s in self.running.values() if not s.is_decoding]
         if self._step_seconds is not None and reading:
             tokens, past = sum(s.num_tokens for s in reading), reading[0].scheduled
@@ -219,6 +233,10 @@ class Scheduler:
                 sequence.shared_tokens = sequence.computed
             self.running[sequence.number] = sequence
 
+    # A, B, C, D run, the oldest first, no page is free, and A needs one. D is in a step, which
+    # writes to its pages: C is preempted. It loses its pages, and is first in the queue; admitted
+    # again, it shares those of them that are full and not yet reused. If C needs the page, C waits
+    # for D's step.
     def _has_pages(self, sequence: Sequence) -> bool:
         """Give a sequence the pages for its next token; younger sequences are preempted for it.
 
@@ -246,6 +264,10 @@ class Scheduler:
 
         Of several generations from one prompt the first computes it, and the others share that.
         """
+        # Pages of 16, and two requests with one prompt of 100 tokens. While the first has computed
+        # 32, the second waits, since max(48, 50) tokens are common. When the first has computed 96,
+        # the next full page would end at 112, behind the prompt: the second is admitted with 6
+        # shared pages.
         size, tokens = self.capacity.page_tokens, sequence.tokens
         for running in self.running.values():
             end = max((running.computed // size + 1) * size, len(tokens) // 2)

@@ -24,6 +24,11 @@ _numbers = count()
 _NO_RULES = GenerationRules()
 
 
+# A prompt of 5 tokens with 2 generated ones, of which the last is in a step:
+#
+#     tokens      p p p p p g g    num_tokens 7
+#     computed    6                keys and values in pages; is_decoding
+#     scheduled   7                taken by steps; is_in_step, num_left 0
 class Sequence:
     """A prompt and the tokens generated so far, by parameters with a seed and a number of tokens.
 

@@ -47,6 +47,15 @@ class WorkerError(MachineError):
     """The loss of a worker of the engine, or a step without an end."""
 
 
+# Three stages on three GPUs. A step goes to every worker; hidden states go from stage to stage, and
+# tokens come back, which the last stage has sampled:
+#
+#     driver ── step n ──▶ worker 0    worker 1    worker 2
+#                          stage 0 ──▶ stage 1 ──▶ stage 2 ── tokens of step n ──▶ driver
+#
+# `submit` doesn't wait: up to `num_steps` steps are in flight. Each worker computes a stage's steps
+# in the order in which they were sent, so results come in that order, too. A place in shared memory
+# is used again `num_steps` steps later, when the step that used it has had its result.
 class StagedExecutor:
     """Computes steps in a process for each device; see `Executor`.
 

@@ -58,6 +58,7 @@ class GpuFigures:
 
         The margin is for kernels that are loaded later than the measurement.
         """
+        # 500 MiB of overhead get a margin of 64 MiB, 800 MiB one of 100 MiB.
         margin = max(self.overhead_bytes // _MARGIN_SHARE, _LEAST_MARGIN_BYTES)
         return -(-(self.overhead_bytes + margin) // MIB) * MIB
 

@@ -152,6 +152,8 @@ class Fleet:
     @property
     def gpu_generation(self) -> GpuGeneration:
         """Generation to forecast with on all GPUs: the most demanding one."""
+        # A workload has one generation, and any stage may be on any GPU: the largest workspace and
+        # the attention of the oldest generation are assumed on all GPUs.
         gpus = [device for device in self.devices if device.name != "cpu"]
         return GpuGeneration(
             workspace_bytes=max((gpu.workspace_bytes for gpu in gpus), default=0),

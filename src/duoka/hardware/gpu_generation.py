@@ -17,6 +17,8 @@ from duoka.errors import UsageError
 WORKSPACE_CONFIG = "CUBLAS_WORKSPACE_CONFIG"
 """Variable with other sizes: pairs of KiB and count, as ":4096:2:16:8"."""
 
+# PyTorch's defaults: ":4096:2:16:8" (8.125 MiB), and from Hopper on ":4096:8" (32 MiB), in
+# `parseChosenWorkspaceSize` of aten/src/ATen/cuda/CublasHandlePool.cpp.
 _BYTES = (2 * 4096 + 8 * 16) * 1024
 _FROM_HOPPER_BYTES = 32 * 2**20
 _HOPPER = (9, 0)

@@ -65,6 +65,7 @@ def from_host(generation: int | None, lanes: int | None) -> float | None:
     return _PINNED_SHARE * _pcie_speed(generation, lanes) or None
 
 
+# PCIe 4.0 with 16 lanes: 1.97 GB/s x 16 = 31.5 GB/s; copies through the host get 0.6 of it, 18.9.
 def _pcie_speed(generation: int | None, lanes: int | None) -> float:
     return _LANE_BYTES_PER_SECOND.get(generation or 0, 0.0) * (lanes or 0)
 

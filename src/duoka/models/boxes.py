@@ -60,6 +60,8 @@ class TensorCopy(NamedTuple):
         """Return the copy's view of the parameter or buffer."""
         return target[as_slices(self.target_box)]
 
+    # Rows 4:8 of a source fill rows 0:4 of a target. Restricted to rows 6:10 of the source, the
+    # copy has source rows 6:8 and target rows 2:4: both lose their first two rows.
     def restrict(self, box: Box) -> TensorCopy | None:
         """Return the part of the copy whose source lies in a box; None where there is none."""
         common = intersect(self.source_box, box)
@@ -147,6 +149,14 @@ class CopyTracer(TorchFunctionMode):
             start = stop
         self._origins[_storage(result)] = result, fillings
 
+    # A recursion from a result back to the sources. At each made tensor the box is intersected with
+    # the boxes of its fillings, and the copies of each operand are shifted to the operand's place.
+    # The module's example, where `ups` is the stack of up₀ and up₁ as made₁ is that of the gates:
+    #
+    #   tensor   box             is                        box in made₂
+    #   made₂    0:2, 0:4, 0:3   the result                0:2, 0:4, 0:3
+    #   ups      0:2, 0:2, 0:3   the second of the cat     0:2, 2:4, 0:3   axis 1 shifted by 2
+    #   up₁      0:2, 0:3        the second of the stack   1:2, 2:4, 0:3   axes (None, 0, 1)
     def copies(self, value: Tensor) -> Iterator[TensorCopy]:
         """Yield the copies from sources that together make a result."""
         whole, origin = self._origins.get(_storage(value), (value, None))

@@ -46,6 +46,10 @@ def takes_cache(function: Callable[..., Any], *, strict: bool = True) -> Any:
     accepted = next((name for name in _EITHER if name in signature.parameters), None)
     if accepted is None or (accepted == CACHE and not strict):
         return function
+    # The function's own name is `accepted`, the other one of the two `alias`. Of a function with
+    # `past_key_values` under transformers 5.24, which says `cache`, the wrapper takes both names,
+    # calls the function with `past_key_values`, and shows `cache` in its signature: transformers
+    # looks there for the arguments that a model takes.
     alias = _EITHER[accepted == _EITHER[0]]
 
     @functools.wraps(function)

@@ -206,6 +206,16 @@ _STEPS: dict[Any, tuple[type, ...]] = {
 _SHAPING = frozenset({Tensor.view, Tensor.reshape, Tensor.__getitem__, Tensor.contiguous})
 
 
+# A row of logits follows from the same row of hidden states, so an index or a view that leaves the
+# columns whole can be applied to the hidden states. For logits [batch, tokens, 32000]:
+#
+#   logits[:, :-1]               hidden[:, :-1]
+#   logits[..., :-1, :]          hidden[..., :-1, :]        the last index takes all columns
+#   logits.view(-1, 32000)       hidden.reshape(-1, width)
+#   logits[..., :100]            None                       a part of the columns
+#   logits[mask]                 None                       only numbers and slices are followed
+#
+# This covers transformers' `ForCausalLMLoss`: float(), view(-1, vocab_size), cross_entropy.
 def _reshaped(logits: LazyLogits, func: Any, args: tuple[Any, ...]) -> Tensor | None:
     """Reshape the hidden states as the logits are; return None where columns change as well."""
     hidden = logits.hidden
@@ -258,7 +268,9 @@ def _loss(
 #   backward   for c: logits_c again, with a graph; dH[c] = …; dW += …
 #
 # At most one chunk of logits and of its gradient exists at a time: [rows, vocabulary] instead of
-# [tokens, vocabulary]. The price is a second product with the head.
+# [tokens, vocabulary]. For 8,192 tokens and a vocabulary of 151,552 in 32 bit that is 0.58 GiB for
+# 1,024 rows instead of 4.6 GiB, each of logits and gradient. The price is a second product with
+# the head.
 class _ChunkedSum(torch.autograd.Function):
     """The sum of cross entropy over all rows, in 32 bit; its backward recomputes the chunks.
 

@@ -35,6 +35,10 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *args: Any, **named: Any) -
     The last query belongs to the last key. A window is the numbers of keys before and behind it
     that a query sees; a negative number means all of them.
     """
+    # Query i is at key `ahead + i`. Two queries over four keys, causal, with one key before:
+    #
+    #   query 0   . x x .        row 0 from column ahead - left = 1 (triu) to ahead = 2 (tril)
+    #   query 1   . . x x
     options = FlashAttnOptions(*args, **named)
     ahead, (left, right) = k.shape[1] - q.shape[1], options.window_size
     right = 0 if options.causal else right

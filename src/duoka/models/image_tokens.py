@@ -52,6 +52,13 @@ class ImageTokens:
             Positions from 0, [batch, tokens], -1 for padding on the left; and the next call's
             `begun`, [batch, 1].
         """
+        # Two patches, four tokens for the picture; B is the begin, t is text:
+        #
+        #   ids         t   B   B   B   B   t
+        #   number      0   1   2   3   4   0     within the run of B, after `begun` of them
+        #   part        .   0   1   2   3   .     (number - 1) % 4, also in a run of two pictures
+        #   counted     1   1   1   0   1   1     all but the patches after the first
+        #   positions   0   1   2   2   3   4     cumulative sum of `counted`, minus 1
         inside = ids == self.begin
         numbers = inside.cumsum(1) + begun
         number = numbers - numbers.masked_fill(inside, 0).cummax(1).values  # 1, 2, … in a run
@@ -101,6 +108,8 @@ class ImageTokens:
 
     def _source(self, replaced: Tensor, on_the_left: bool) -> tuple[Tensor, Tensor]:
         """Return the source of each written-out token, and a mask of padding."""
+        # For "t B P E t" with two patches repeats are 1 1 2 1 1, so they end at 1 2 4 5 6, and
+        # columns 0 to 5 come from the tokens 0 1 2 2 3 4: the first whose end is beyond a column.
         repeats = torch.where(replaced, self.patches, 1)
         lengths = repeats.sum(1, keepdim=True)
         columns = torch.arange(int(lengths.max()), device=replaced.device)

@@ -34,6 +34,15 @@ def follow_map(profile: Profile, problem: PlanProblem) -> Plan | NoPlan:
 
     Raises PlacementError with all that is wrong with the map.
     """
+    # Chunks are tried from the largest on; the first one that leaves room ends the loop. Example:
+    #
+    #   chunk           fits    leaves room
+    #   whole prompt    no
+    #   8192 tokens     yes     no              fitting[0]
+    #   4096 tokens     yes     yes             the last one in `fitting`: taken
+    #
+    # If no chunk leaves room, smaller ones only cost time, and the largest that fits is taken. If
+    # none fits, `stages` are those of the smallest chunk, the last one tried.
     _refuse_decided(problem)
     judgement = judge(problem.device_map, profile.outline, problem.fleet)
     check_context(problem.workload, profile.max_context_tokens, profile.model)
@@ -87,6 +96,10 @@ class _MappedModel:
 
     def forecast(self, workload: Workload) -> list[StageBytes]:
         """Replay each device; without a limit where its budget doesn't suffice."""
+        # A map may visit a device several times (0, 1, 0), where the search gives each device one
+        # run of blocks: all blocks of a device are replayed together, and with `device_of` the
+        # replay counts copies of tensors that come by way of a third device. A device whose budget
+        # is exceeded is replayed again without a limit, for the numbers of the error.
         devices = self.placement.devices
         stages = []
         for number, name in enumerate(devices):

@@ -61,12 +61,14 @@ def on_fleet(
     if request.largest is not None:
         choose("largest", request.largest, LARGEST)
     fleet = Fleet.parse(fleet) if isinstance(fleet, str) else fleet
+    # A UUID means a GPU of this machine, on which this process may allocate with its options.
     if any(device.uuid for device in fleet.devices):
         refuse_options()
     fleet = fleet_for(fleet, device_map, offload=request.constraints.offload)
     for name, target in request.constraints.pins:
         with _naming_pin(name, target):
             find_device(target, fleet)
+    # The generation decides on bytes: of cuBLAS's workspace, and of attention before Ampere.
     workload = replace(request.workload, gpu_generation=fleet.gpu_generation)
     request = replace(request, workload=workload)
     return PlanProblem.of(request, usable(fleet, request.constraints), device_map)
@@ -83,6 +85,13 @@ def _naming_pin(name: str, target: str) -> Iterator[None]:
 
 def limits_for(constraints: Constraints, profile: Profile, fleet: Fleet) -> PlacementLimits:
     """Translate pins to the device of each pinned block, by its place in the chain."""
+    # The search cuts a chain without tied blocks: those are on the device of their root. Example:
+    # blocks 0 embedding, 1 and 2 layers, 3 head tied to 0; the chain is [0, 1, 2].
+    #
+    #   pin                          blocks    root's place in the chain
+    #   lm_head=cuda:1               3         0: the embedding goes to cuda:1 as well
+    #   model.layers=cuda:0          1, 2      1 and 2
+    #   model.embed_tokens=cuda:0    0         0: contradicts the first pin, and is refused
     if not constraints.pins:
         return PlacementLimits()
     spelling = Spelling(profile.outline)
@@ -114,6 +123,10 @@ def limits_for(constraints: Constraints, profile: Profile, fleet: Fleet) -> Plac
     return PlacementLimits(pins=tuple((place, device) for place, (device, _) in pinned.items()))
 
 
+# A reserve is taken off a budget once, when a request meets a fleet (`usable`), so that the search,
+# the forecast and the check all see the smaller budget. The plan keeps the smaller budget and the
+# request with the reserve; planning again starts from `given_back`, or it would be taken off twice.
+# Example: 24 GiB and a reserve of 2 GiB: the plan's fleet has 22 GiB, `given_back` has 24 GiB.
 def reserves(constraints: Constraints, fleet: Fleet) -> Mapping[str, int]:
     """Return the bytes to take off the budgets, by the names of the fleet's devices."""
     sizes: dict[str, int] = {}

@@ -77,7 +77,9 @@ def with_pages(
     # State: the largest count not ruled out yet (`max_pages`). `segments` is constant on a run of
     # counts whose tensors fall into segments of the same size; within a run the reserved bytes grow
     # with the count, so bisection finds the last one that fits. From run to run they may fall, so
-    # runs are taken from above: the first run whose least count fits holds the answer.
+    # runs are taken from above: the first run whose least count fits holds the answer. Example of a
+    # fall: five tensors of 7 MiB lie in three segments of 20 MiB (60 MiB), five of 10 MiB in
+    # segments of their own size (50 MiB).
     @cache
     def peaks_at(pages: int) -> list[StageBytes]:
         replay = ServingReplay(profile, replace(workload, pages=pages))

@@ -223,6 +223,10 @@ def _search_plan(
     costs: Costs, problem: PlanProblem, limits: PlacementLimits, memory: KnownBytes | None
 ) -> Plan:
     """Return the plan of the optimum; raise NoPlacement if nothing fits."""
+    # The search assumes that tensors go straight from stage to stage. Where tied modules return to
+    # an earlier device, the placement decides which copies a stage holds besides: the optimum is
+    # replayed with them. A stage that no longer fits is remembered by `costs` as one that doesn't
+    # fit, and the search runs again without it.
     while True:
         solution = search.search(
             costs,

@@ -84,8 +84,8 @@ def gpus_reason(
 ) -> Iterator[Reason]:
     """Give the reason for the number of devices, as few as possible.
 
-    `first` is the first one that is, `is_limited` says whether modules had demands on them, and
-    `lack_room` whether fewer might hold it all and have too little room left.
+    `first_device` is the first one in use. `is_limited` is True if modules are pinned, `lack_room`
+    if fewer devices might hold the workload, but not with the recommended headroom.
     """
     if used == 1 and gpus > 1:
         yield Reason("one-gpu", {"first": first_device})

@@ -60,7 +60,7 @@ class Replicas:
 
 
 class _Deal(NamedTuple):
-    """A way to deal some devices; the larger the better."""
+    """An assignment of some devices to groups; larger by (devices, value) is better."""
 
     devices: int  # negative, so that fewer are better
     value: float
@@ -147,7 +147,7 @@ def _refuse_senseless(problem: PlanProblem, number: int | Literal["auto"]) -> No
 
 
 class _Dealer:
-    """The kinds of devices, the plans of groups of them, and the ways to deal them."""
+    """The search for the best groups: plans each kind of group, then assigns the devices."""
 
     def __init__(self, profile: Profile, problem: PlanProblem) -> None:
         self._profile = profile

@@ -23,13 +23,13 @@ LARGEST: tuple[Largest, ...] = get_args(Largest)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """The demands on a plan without the model: enough to ask again.
+    """The demands on a plan, without the model: enough to repeat the request.
 
-    The workload has "auto" where it was said. With `use_all` every GPU has to be used. `gpus` are
-    named as in `Fleet.parse`; empty when they were given as an object. `largest` is what is to be
-    as large as fits, whatever the workload says of it. With `trust_remote_code` model code that
-    comes with the checkpoint may run. `most_new_tokens` limits an answer that is asked for without
-    a limit of its own; what is planned doesn't depend on it.
+    The workload keeps "auto" where it was requested. With `use_all` every GPU has to be used.
+    `gpus` are named as in `Fleet.parse`; empty when they were given as an object. `largest` is the
+    size to maximize; the workload's own value of it is ignored. With `trust_remote_code` model code
+    that comes with the checkpoint may run. `most_new_tokens` limits a generation that is requested
+    without a limit of its own; what is planned doesn't depend on it.
     """
 
     workload: Workload

@@ -58,6 +58,17 @@ _KINDS = {
 }  # fmt: skip
 
 
+# Each suggestion is the request with one property changed, and is yielded only if the planner finds
+# a plan for it; its numbers are those of that plan. Some changes have a second try, with another
+# change beside the first. Example: 8192 tokens of a 26 GiB model (16 bit) on one GPU of 20 GiB.
+#
+#   knob       tried in this order                                    result
+#   context    the longest context that fits                          none: the weights don't fit
+#   cache      an int8 cache                                          none
+#   int8       int8 weights                                           a plan: suggested
+#   int4       int4 weights                                           a plan: suggested
+#   offload    as few weights in the host's memory as possible        a plan: suggested
+#   gpu        one more card; a larger card; more of the same kind    the smallest of each
 class SuggestionSearch:
     """The search for alternatives to a problem without a plan.
 
@@ -155,6 +166,8 @@ class SuggestionSearch:
     def _drop_map(self) -> Iterator[WayOut]:
         """Suggest duoka's own plan instead of the map, or alternatives without the map."""
         problem = replace(self._problem, device_map=None)
+        # If the planner has no plan without the map either, a whole search of its own follows; each
+        # of its suggestions leaves out the map beside its own change.
         suggestions = [*self._try("map", problem)]
         if not suggestions:
             search = SuggestionSearch(self._profile, problem, self._profile_for, self._request)
@@ -169,6 +182,10 @@ class SuggestionSearch:
 
     def _train_otherwise(self, training: Training) -> Iterator[WayOut]:
         """Train smaller micro-batches, fewer states, or adapters beside fewer bits."""
+        # In this order: smaller micro-batches, gradient checkpointing, both of them if neither is
+        # enough; optimizers with smaller states; a smaller LoRA rank; LoRA instead of all weights;
+        # quantized weights under LoRA. `single_change` is True once one of the first three fits:
+        # what costs accuracy is then not combined with gradient checkpointing as well.
         recomputing = replace(training, gradient_checkpointing=True)
         ways = list(self._shrink_batch("micro-batch", self._problem))
         if recomputing != training:
@@ -188,6 +205,7 @@ class SuggestionSearch:
             yield from self._learn("rank", replace(training, lora_rank=_USUAL_RANK), single_change)
         adapted: list[WayOut] = []
         if training.method != "lora":
+            # From here on the training is another one, of which no single change is known to fit.
             training, single_change = replace(training, method="lora", master_weights=False), False
             adapted = list(self._learn("lora", training, single_change))
             yield from adapted
@@ -240,6 +258,9 @@ class SuggestionSearch:
         This needs no profile of their own: no weight gets smaller than the bits of its scheme. It
         saves the trace of a model that can't fit anyway.
         """
+        # The profile's bytes are those of `bits` per number; in the other scheme a number has at
+        # least `least_bits`. Example: 26 GiB in 16 bit on a budget of 8 GiB. int8: 26 x 8 > 8 x 16,
+        # ruled out; int4: 26 x 4 <= 8 x 16, to be traced.
         trained = self._workload.training
         if trained is not None and trained.master_weights and trained.method == "full":
             return False  # its weights are in 32 bit, and others needn't be
@@ -327,6 +348,9 @@ class SuggestionSearch:
 
     def _requested(self, plan: Plan) -> PlanRequest:
         """Return the request for a plan, with numbers in place of a largest size."""
+        # Example: asked for the largest batch, and planned for the longest context instead: the
+        # command to paste names both numbers of the plan, so that it needs no search. A dtype that
+        # the request left open stays open; so does the chunk.
         original, changed = self._request, plan.request
         workload = changed.workload
         if changed.largest != original.largest:

@@ -39,6 +39,9 @@ def draw(
     numbers : Tensor
         From 0 to below 1, [rows, 1].
     """
+    # Inverse transform sampling. Probabilities 0.5, 0.3, 0.15, 0.05 with top_p 0.7: likelier tokens
+    # sum up to 0, 0.5, 0.8, 0.95, so the last two are dropped, and `sums` is 0.5, 0.8, 0.8, 0.8.
+    # The number 0.9 becomes 0.9 * 0.8 = 0.72, in the share of the second token (0.5 to 0.8).
     ordered, tokens = logits.sort(dim=-1, descending=True)
     # The largest one becomes 0, so that exponents stay in range at any temperature.
     probabilities = torch.softmax((ordered - ordered[:, :1]) / temperatures, dim=-1)
@@ -88,6 +91,7 @@ def change(logits: Tensor, changes: Sequence[tuple[int, int, LogitChange]]) -> N
 
 def mask(logits: Tensor, octets: bytes) -> None:
     """Mask all but the allowed tokens, in place: a bit for each token, the lowest first."""
+    # The octet 0b00000101 and 1, 2, 4, …, 128 give 1, 0, 4, 0, …: tokens 0 and 2 are allowed.
     rows, vocabulary = logits.shape
     packed = torch.frombuffer(bytearray(octets), dtype=torch.uint8).to(logits.device)
     bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=logits.device)

@@ -39,6 +39,13 @@ _GRACE_SECONDS = 5.0
 _RETRY_SECONDS = 5
 
 
+# The server's process (asyncio, no torch) and the process of an engine, joined by a socket:
+#
+#     submit  ── EngineRequest n ──▶ EngineProcess.serve → a thread: tokens → Engine.submit
+#     queue n ◀── _take ◀── Begun, Delta, Ended ◀── Outbox ◀── on_event, in the engine's thread
+#
+# `run` starts the process, which is ready when its `Capacity` has come. When the process is lost,
+# the open requests fail with 503, and the restart policy says when the next one starts, if any.
 class EngineClient:
     """An engine, whose process `run` keeps alive until the restart policy gives up.
 
@@ -117,6 +124,7 @@ class EngineClient:
         self._send(replace(request, number=number))
         # Tokens may come before the engine has accepted all generations, which `Begun` reports:
         # they wait for it, so that a refusal is an HTTP error and no stream that breaks off.
+        #     Delta 0, Delta 1, Begun, Delta 2, Ended → Begun, Delta 0, Delta 1, Delta 2, Ended
         early: list[Event] | None = []
         remaining = request.n
         try:

@@ -51,6 +51,13 @@ _PROMPT_THREADS = 4
 _SEND_SECONDS = 0.5
 
 
+# Threads of the process:
+#
+#     main             receives requests and hands them on; cancels generations, sends the status
+#     duoka-prompts    template, tokenizer and grammar of a prompt, then `Engine.submit`
+#     duoka-pictures   the same for prompts with images
+#     duoka-engine     computes steps, and calls `_GenerationListener.take`
+#     duoka-outbox     sends messages to the server
 class EngineProcess:
     """Answers the server's requests with an engine.
 
@@ -209,6 +216,7 @@ class _GenerationListener:
         )
 
     def _send(self, parts: Sequence[AnswerPart]) -> None:
+        # One token may end a part and begin the next ("</think>Hi"): tokens go with the first part.
         for part in parts:
             tokens, self.unsent_tokens = self.unsent_tokens, []
             logprobs = map(self.process.token, tokens if self.has_logprobs else ())

@@ -34,6 +34,9 @@ _HEADER_SECONDS, _BODY_SECONDS, _TAKE_SECONDS = 15.0, 30.0, 30.0
 _LEAST_BYTES_PER_SECOND = 16 * 2**10
 # Of JSON: what is parsed before anything can be checked. The deepest schemas have a few dozen.
 _MOST_DEPTH, _MOST_NESTS, _MOST_COMMAS = 128, 20_000, 2_000_000
+# All up to the next bracket outside of strings: other characters, and whole strings with their
+# escapes. Possessive quantifiers (`++`, `*+`) never backtrack, so the time is linear in the body. A
+# string without an end (`"?`) goes on to the end of the body, which the parser then refuses.
 _NEXT_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+"?)*+([\[\]{}])', re.DOTALL)
 _OPEN = ("/health", "/ready", "/version", "/", "/favicon.ico")
 _THIS_MACHINE = re.compile(r"(?ai)(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?")

@@ -120,7 +120,7 @@ class RequestMetrics:
 
 
 class _Engines(Collector):
-    """How the engines are when somebody looks."""
+    """Collects the state of the engines at each scrape."""
 
     def __init__(self, pool: EnginePool, model: str) -> None:
         self._pool, self._model = pool, model

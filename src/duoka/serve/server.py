@@ -106,6 +106,8 @@ async def _close(pool: EnginePool, server: uvicorn.Server) -> None:
 
     Open answers have some time, unless it is to stop at once; those that are cut are told so.
     """
+    # signal → uvicorn takes no more connections → at most 120 s for open answers → engines end, the
+    # answers that are left end with an error → at most 5 s to send that → `force_exit`
     while not (server.should_exit or pool.has_failed):
         await asyncio.sleep(_POLL_SECONDS)
     server.should_exit = True

@@ -94,7 +94,7 @@ class Service:
 
 
 def status_of(service: Service) -> dict[str, Any]:
-    """How the engines are, for people."""
+    """Return the state of the engines as JSON, for people."""
     engines = service.pool.engines
     plan = engines[0].settings.plan
     known = [engine.status for engine in engines if engine.status is not None]

@@ -93,6 +93,7 @@ class ProcessChannel:
         if rank == dist.get_rank():
             self._local.send(message, tensor)
             return
+        # gloo sends out of `host` later: `_pending` holds it until then.
         host = torch.empty(tensor.shape, dtype=tensor.dtype)
         host.copy_(tensor)
         self._pending = [entry for entry in self._pending if not entry[0].is_completed()]

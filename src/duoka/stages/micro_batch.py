@@ -108,6 +108,13 @@ class StageMicroBatch:
                     gradient = torch.zeros(shape.sizes, dtype=shape.dtype, device=self._device)
                 self._channel.send(self._message(number, is_gradient=True), gradient)
 
+    # What two processes do with the calls of a route:
+    #
+    #     call      process of stage 0             process of stage 1
+    #     embed     runs                           returns a placeholder
+    #     layer 0   runs                           returns a placeholder
+    #     layer 1   sends h, leaves `forward`      receives h, runs
+    #     head      is not reached                 runs; `forward` returns the logits or the loss
     def call(
         self, block: PlacedBlock, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
@@ -206,6 +213,8 @@ def _other_course(block: PlacedBlock) -> ModelError:
     )
 
 
+# The anchor is an empty tensor that requires gradients, so that autograd records this function. A
+# real leaf wouldn't do: autograd refuses to change a leaf that requires gradients in place.
 class _Arrival(torch.autograd.Function):
     """A leaf whose tensor comes from another stage; the model's code may write to the tensor."""
 

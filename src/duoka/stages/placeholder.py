@@ -85,6 +85,13 @@ def is_elsewhere(value: object) -> bool:
     return isinstance(value, Tensor) and (isinstance(value, Placeholder) or value.is_meta)
 
 
+# Operations with an operand of another stage:
+#
+#     read values (`.item()`, `nonzero`)        refused
+#     change a shape in place (`unsqueeze_`)    refused
+#     write to a real tensor                    refused: its values would no longer be known
+#     write to a placeholder                    return it
+#     others                                    return a new placeholder
 def _without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on the meta device."""
     operands = tree_flatten((args, kwargs))[0]

@@ -251,6 +251,15 @@ class _Combined(Exception):
     """An operation around the blocks has operands of several stages."""
 
 
+# The module's example, with the embedding and layer 0 on one device, layer 1 on another. Arrivals
+# have an entry for each tensor among the arguments:
+#
+#     call                stage   arrivals       transfers
+#     embed(ids)          0       (None,)
+#     layer0(h, mask)     0       (None, None)
+#     layer1(h, mask)     1       (0, None)      0: h, from stage 0 to stage 1
+#
+# Owners are kept by storage, so that views of a tensor belong to its stage as well.
 class _Finder:
     """Listens to a run, and tracks the stage of each tensor."""
 
@@ -339,7 +348,8 @@ class _Finder:
         home = self._homes.get(tensor.storage_id)
         if home is None:
             return self._stages.get(tensor.storage_id)
-        # A parameter belongs to the latest stage on its device.
+        # A parameter belongs to the latest stage on its device: with the devices A, B, A so far,
+        # one on A belongs to stage 2, and never crosses to its own device.
         stages = (at for at in reversed(range(len(self.devices))) if self.devices[at] == home)
         return next(stages, None)
 

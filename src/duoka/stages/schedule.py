@@ -73,6 +73,14 @@ def busy_shares(devices: Sequence[str], passes: Sequence[Timed]) -> dict[str, fl
     return {device: seconds / total for device, seconds in busy.items()}
 
 
+# GPipe with two stages and two micro-batches; compare 1F1B above:
+#
+#     time      0  1  2  3  4  5  6  7  8
+#     stage 0   0  1  .  .  .  B0 ── B1 ──
+#     stage 1   .  0  1  B0 ── B1 ── .  .
+#
+# The schedules differ in two points of the simulation: how many micro-batches a stage holds
+# (`_is_full`), and which pass a device takes where both could begin: GPipe forward, 1F1B backward.
 class _Play:
     """A simulated step of training."""
 

@@ -34,6 +34,13 @@ class Notes(NamedTuple):
     reserved_bytes: int = 0
 
 
+# For 2 processes, 2 steps, and transfers t0, t1 of 100 and 64 bytes:
+#
+#     byte 0    line of process 0 │ line of process 1      notes and heartbeat, 64 bytes each
+#     128       t0 of even steps, 128 bytes │ t1, 64
+#     320       t0 of odd steps, 128 bytes │ t1, 64        up to 512
+#
+# t1 of step 5 is at 256 + (5 % 2) * 192 = 448.
 class SharedMemory:
     """Memory for the transfers between processes of several steps in flight.
 
@@ -145,6 +152,7 @@ class SharedMemoryChannel:
         if peer is None:
             self._local.send(message, tensor)
             return
+        # The receiver reads the place only after the message, which is sent when the copy is done.
         if tensor.numel():
             self._memory.place(message, tuple(tensor.shape), tensor.dtype).copy_(tensor)
         peer.send(tuple(message))

@@ -83,7 +83,7 @@ class TrainingCheckpoints:
     Every process of the run makes one and calls its methods at the same time; without
     `torch.distributed` there is one process. What fails in one of them is raised in all. `identity`
     has what must be the same when the run is resumed, by what it is called: the fingerprint of the
-    model, that of the data, the method. So many of the newest are kept.
+    model, that of the data, the method. The `keep` newest checkpoints are kept.
     """
 
     def __init__(self, directory: Path, identity: Mapping[str, str], *, keep: int = 2) -> None:
@@ -116,7 +116,7 @@ class TrainingCheckpoints:
         optimizer: Optimizer | None,
         state: Mapping[str, Any],
     ) -> Path:
-        """Save a run that has so many steps behind it; where it lies then.
+        """Save a run after so many steps; return the directory of the checkpoint.
 
         Each process gives what learns in it by the names in the model, with its optimizer's states;
         replicas have the same. `state`, of the first process, is everything else, as JSON. A crash
@@ -148,6 +148,8 @@ class TrainingCheckpoints:
         return directory.enter_context(whole_directory(path))
 
     def _write(self, partial: Path, tensors: Mapping[str, Tensor]) -> None:
+        # Every process computes the same file of each tensor, from the sizes of all: three tensors
+        # of 0.6 GiB end at 0.6, 1.2 and 1.8 GiB, so they go to the files 1, 2 and 2.
         sizes = self._join(lambda: {name: value.nbytes for name, value in tensors.items()})
         ends = accumulate(sizes.values())
         file_of = {name: 1 + end // _FILE_BYTES for name, end in zip(sizes, ends, strict=True)}
@@ -248,6 +250,9 @@ class TrainingCheckpoints:
         parameters: Mapping[str, nn.Parameter],
         optimizer: Optimizer | None,
     ) -> None:
+        # `load` fills existing tensors in place. So the new optimizer first makes the states of all
+        # parameters. States that the checkpoint lacks are dropped: `load` would report them. Python
+        # numbers among the states are loaded into tensors, and set from these at the end.
         make_states(optimizer)
         drop_states(parameters, optimizer, names)
         tensors = {**parameters, **optimizer_tensors(parameters, optimizer)}

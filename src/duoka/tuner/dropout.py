@@ -35,6 +35,13 @@ def seed_by_module(model: nn.Module) -> None:
             module.register_forward_pre_hook(partial(_reseed, name))
 
 
+# The 64-bit seed of torch's generator, by whom its halves are set:
+#
+#                           upper 32 bits                    lower 32 bits
+#   `seed_dropout`          from seed, step, micro-batch     0
+#   `_reseed`, each module  as they were                     CRC of the upper half and the name
+#
+# A checkpointed layer runs again with the generator of its first run, so with the same upper half.
 def _reseed(name: str, module: nn.Module, _: Any) -> None:
     if module.training:
         micro_batch = torch.initial_seed() >> 32

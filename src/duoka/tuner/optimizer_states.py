@@ -17,6 +17,8 @@ _TABLES = ("qmap1", "qmap2")
 """What 8-bit numbers of bitsandbytes stand for: made anew, and the same for all parameters."""
 
 
+# AdamW's states of lm_head.weight are lm_head.weight/step, …/exp_avg and …/exp_avg_sq. A state that
+# is a Python number gets a new tensor here; `set_numbers` brings its value back after loading.
 def optimizer_tensors(
     parameters: Mapping[str, nn.Parameter], optimizer: Optimizer | None
 ) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ Batch = Mapping[str, Tensor]
 
 
 class ModelPart:
-    """A model of which this process has what a plan puts on one device.
+    """The part of a model that a plan places on one device, in this process.
 
     Parameters
     ----------

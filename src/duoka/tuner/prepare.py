@@ -250,6 +250,7 @@ def _plan_copies(
     """Plan the replicas of one of several machines."""
     workload = settings.workload(checkpoint)
     assert workload.training is not None, "the settings are for training"
+    # A step of 8 micro-batches on 3 replicas is planned with 3 for each: the third has 2.
     micro_batches = max(1, workload.training.micro_batches // machines)
     share = replace(workload.training, micro_batches=-(-micro_batches // number))
     workload = replace(workload, training=share)

@@ -242,6 +242,8 @@ def _published_outputs(
     recipe: Recipe, sources: Mapping[str, Source], changes: _Changes, reader: Reader
 ) -> dict[str, _Output]:
     """Return the tensors of the published files, with the changes of training."""
+    # A published tensor may consist of several parameters: query_key_value of the pieces of
+    # q_proj, k_proj and v_proj. A piece is a view of a copy of the tensor, and changed in place.
     pieces: dict[str, list[TensorCopy]] = {}
     for piece in (*recipe.pieces, *recipe.duplicates):
         if piece.target in changes:

@@ -97,6 +97,14 @@ class Trainer:
         self.scale = _FIRST_SCALE if self._is_scaled else 1.0
         self.steps_since_scaled = 0
 
+    # A step of two stages with two micro-batches, 1F1B (F: forward, B: backward, drawn as long):
+    #
+    #   rank 0, stage 0   F0  F1  ·   B0  ·   B1 │ barrier │ sum over replicas │ gather │ update
+    #   rank 1, stage 1   ·   F0  B0  F1  B1  ·  │         │                   │        │
+    #
+    # Hidden states go from F of stage 0 to F of stage 1, gradients back from B to B. Only the last
+    # stage has losses, so the sum over all processes is the loss of the step. What a process waits
+    # for others, in the passes and at the barrier, is counted; the rest is its busy share.
     def step(self, number: int, step: OptimizerStep) -> StepReport:
         """Train on the micro-batches of a step."""
         begin = time.perf_counter()
@@ -177,7 +185,8 @@ class Trainer:
 
         def forward(at: int, device: torch.device) -> Tensor:
             if number is not None:
-                # The same dropout wherever the micro-batch runs, and where a run is resumed.
+                # The same dropout wherever the micro-batch runs, and where a run is resumed. Of
+                # two replicas the second has the step's micro-batches 1, 3, 5 (`of_replica`).
                 place = self._replica + at * len(self._layout.plans)
                 seed_dropout(self._settings.seed, number, place)
             return part.loss(batches[at], device) * (weights[at] * scale)
@@ -214,6 +223,18 @@ class Trainer:
         ranks = [self._layout.rank(0, name) for name in self._layout.plans[0].devices]
         return math.sqrt(float(gathered[ranks, 1].sum()))
 
+    # Loss scaling (Micikevicius et al., "Mixed Precision Training", 2018): gradients smaller than
+    # 6e-8 are zero in float16, so the loss is multiplied by a scale, and gradients divided by it.
+    #
+    #   step   scale    norm    what happens
+    #   0      65536    inf     a gradient overflowed: skipped, the scale is halved
+    #   1      32768    inf     skipped, halved
+    #   2      16384    2.0     clipped to 1.0: one product with 0.5 / 16384; 1 good step
+    #   …
+    #   2001   16384    0.7     not clipped: a product with 1 / 16384; 2,000 good steps: doubled
+    #
+    # `norm` is that of the whole model's unscaled gradients, the same in all processes: all skip
+    # the step, or none. torch.amp.GradScaler looks at the gradients of its own process alone.
     def _advance(self, norm: float, rate: float) -> bool:
         """Run the optimizer step; return True if it was skipped."""
         is_skipped = not math.isfinite(norm)

@@ -59,6 +59,16 @@ def in_fork(function: Callable[[], _Result], *, patience_seconds: int = 60) -> _
     random numbers, a module's import, a stream. A fork that sleeps for so long, and has no process
     to wait for, waits for one. It is ended, and another one made: once.
     """
+    #   this process                          the fork
+    #   ─────────────────────────────────     ──────────────────────────────────────────────────
+    #   start ─────────────────────────────►  `function` names virtual GPUs torch's accelerator
+    #   every second: a message? is it        runs backward on virtual GPUs
+    #     asleep?                             sends the result, or the error
+    #   receive  ◄──────────────────────────
+    #   kill
+    #
+    # The accelerator of a process can't be changed back, so another process takes it on and ends.
+    # It is forked and not spawned because `function` is a closure, which can't be pickled.
     for _ in range(2):
         reader, writer = _FORK.Pipe(duplex=False)
         child = _FORK.Process(target=_answer, args=(writer, function))

@@ -139,6 +139,8 @@ def _attend_flash(
 ) -> Any:
     head_dim = query.shape[3]
     scale = 1 / math.sqrt(head_dim) if options.scale is None else options.scale
+    # The kernel takes heads of whole multiples of 8: 100 is padded to 104. Zeros change no score,
+    # the scale stays 1 / sqrt(100), and the padding of the output is cut off.
     padding = -head_dim % _FLASH_HEAD_MULTIPLE
     if padding:
         query, key, value = (functional.pad(tensor, (0, padding)) for tensor in (query, key, value))
@@ -257,6 +259,9 @@ def _efficient_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _accumulator_bytes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
     """Return the bytes of the accumulators of efficient attention's backward pass."""
+    # The gradient of queries [tokens, head_dim] is accumulated in fp32 tiles of `rows` x 64, each
+    # behind a few fields. Example: 100 tokens and a half-precision head of 80: rows = 128, so one
+    # row of two tiles for each head, 2 x (128 x 64 + 4) numbers.
     rows = block = _EFFICIENT_BLOCK
     head_dim, is_half = max(query.shape[3], value.shape[3]), query.element_size() == 2
     if is_half and (block < head_dim <= 96 or head_dim > _EFFICIENT_REGISTER_HEAD):

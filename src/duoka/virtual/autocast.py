@@ -64,6 +64,9 @@ def _widest(args: tuple[Any, ...]) -> torch.dtype:
 
 
 def _casting(name: str, policy: str) -> Any:
+    # Autocast comes before autograd, so that the casts are part of the graph and gradients have the
+    # dtype of the uncast arguments. Inside, its key is excluded: neither the operator nor what it
+    # is made of is cast again.
     operator = _overload(name)
     names = [argument.name for argument in operator._schema.arguments]
     dtype_place = names.index("dtype") if policy == "full" and "dtype" in names else None

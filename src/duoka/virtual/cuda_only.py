@@ -64,6 +64,8 @@ def _pack_int4(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Lay out a weight [rows, columns / 2] of two numbers in a byte."""
     plain, gpu = op_call.unwrap(func, args, kwargs)
     numbers, tiles = plain.args
+    # An int32 holds eight numbers of 4 bit. Example: 4096 x 4096 with 8 tiles has the shape
+    # [512, 32, 32, 4]: 2^21 int32, which is 8 MiB, half a byte for each number.
     rows, columns = numbers.shape[0], 2 * numbers.shape[1]
     shape = (rows // _ROWS, columns // (_COLUMNS * tiles), _LANES, tiles // 2)
     if gpu.meta:

@@ -68,6 +68,9 @@ def _has_virtual(values_: tuple[Any, ...]) -> bool:
 
 def install() -> None:
     """Register the factories for the backend's dispatch key, for the life of the process."""
+    # A call with a virtual tensor among its arguments goes to `__torch_dispatch__`, whose dispatch
+    # key (Python) comes before those of backends. A factory has only a device, so torch looks for
+    # a kernel of that backend, PrivateUse1: those below, or the fallback for all other operators.
     aten = torch.library.Library("aten", "IMPL")
     aten.impl("empty.memory_format", _factory("empty"), "PrivateUse1")
     aten.impl("empty_strided", _factory("empty_strided"), "PrivateUse1")

@@ -57,6 +57,14 @@ _OWN_WORDS = {
 }
 
 
+# The tensors of a call are compared with the first of them, but for those that CUDA accepts:
+#
+#   x + c                       c on the CPU, 0 dims: read as a number (pointwise operators)
+#   torch.where(m, x, c)        c anywhere, 0 dims: moved
+#   x.masked_fill(m, c)         c anywhere, 0 dims: read as `item` reads it
+#   x[i]                        i on the CPU: copied; on another GPU: refused
+#   x[i] = c                    c anywhere, 0 dims
+#   pack_padded_sequence(x, n)  n on the CPU: required
 def check_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Let a call pass whose tensors are on several devices if CUDA would; raise as CUDA does."""
     name = func._schema.name.removeprefix("aten::")

@@ -118,11 +118,22 @@ def current(tensor: VirtualTensor) -> torch.Tensor:
 
 def forget(tensor: VirtualTensor) -> None:
     """Turn a known tensor, with everything on its storage, into an unknown tensor."""
+    # A property of the storage, since views share its numbers. Example: v = a[1:], then a is filled
+    # with unknown values: the block is marked, `a` gets a meta backing now, and v gets its own when
+    # an operator next takes it (`current`).
     if tensor.block.unknown is None and not tensor.backing.is_meta:
         tensor.block.forget()
         current(tensor)
 
 
+# Example: meta weights, and a prompt of 8 tokens of which 6 are no padding, [1, 8]:
+#
+#   mask = input_ids != pad         known with known        known: bool [1, 8]
+#   mask.all().item()               a read of known         False
+#   hidden = embedding(input_ids)   known with unknown      unknown: [1, 8, hidden_size]
+#   hidden[mask]                    unknown, known mask     unknown: [6, hidden_size]
+#   hidden.max().item()             a read of unknown       UnknownValueError, with the model's line
+#
 # operands          shape depends on values        result
 # all known         any                            computed, if small; else unknown
 # some unknown      no   (add, matmul, softmax)    shape alone, by PyTorch's meta kernels
@@ -166,6 +177,7 @@ def even_choice(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     values, indices = result
     if not keeps_values(indices.dtype, indices.numel()):
         return result
+    # Scores [4 tokens, 8 experts] and k = 2 give the experts [[0, 1], [2, 3], [4, 5], [6, 7]].
     dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
     turns = torch.arange(indices.numel()).reshape(indices.movedim(dim, -1).shape)
     return values, turns.remainder(args[0].shape[dim]).movedim(-1, dim).contiguous()
@@ -340,6 +352,9 @@ def _picture(value: Any) -> Any:
     raise _Uncountable
 
 
+# The recipe of a tensor is (shape, stride, dtype), that of several results (type, recipes). An
+# operator whose result shares memory with an argument has none: rebuilt as an empty tensor, a view
+# would lose its storage, on which the accounting is based.
 def _recipe(result: Any, args: list[Any]) -> Any:
     if type(result) is torch.Tensor:
         storage = result.untyped_storage()._cdata

@@ -27,6 +27,8 @@ class Plain:
         self.kwargs = {name: self._plain(value) for name, value in kwargs.items()}
 
     def _plain(self, value: Any) -> Any:
+        # Every argument of every operator comes here, so the cheapest test comes first. Parameters
+        # pass it too: `torch.nn.Parameter` keeps the class of a tensor subclass, with a mark.
         kind = type(value)
         if kind is VirtualTensor:
             gpu = value.block.gpu

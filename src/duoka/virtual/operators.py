@@ -129,6 +129,11 @@ def below(whole: Callable[..., Any]) -> Handler:
     return lambda func, args, kwargs: whole(*args, **kwargs)
 
 
+# operator               handler       condition
+# matmul, linear         _take_apart   CompositeImplicitAutograd: made of other operators
+# add_, addmm_           _Write        an argument with "!" in the schema, which is written
+# view, transpose        _view         every result aliases an argument
+# mm, add, exp           make          none of these: the results are new tensors
 def _choose(func: Any) -> Handler:
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
         _taken_apart.add(func)

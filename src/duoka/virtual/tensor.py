@@ -32,6 +32,15 @@ def install_operators(run: Runner) -> None:
     _runner = run
 
 
+# A wrapper subclass (`torch.Tensor._make_wrapper_subclass`) is two tensors in one:
+#
+#   VirtualTensor   shape, strides, dtype, device vgpu:1, requires_grad and grad_fn; no memory
+#     .backing      a plain tensor of the same geometry on the CPU or on meta, with the numbers
+#     .block        the storage, shared with views: its GPU, and the bytes charged to the allocator
+#
+# Autograd works on the outer tensor and comes before `__torch_dispatch__`. So a handler sees an
+# operator below autograd, computes with backing tensors, which have no history, and wraps the
+# result; the outer result gets its grad_fn afterwards.
 class VirtualTensor(torch.Tensor):
     """A tensor on a virtual GPU.
 
@@ -250,6 +259,8 @@ def place(backing: torch.Tensor, gpu: VirtualGpu) -> VirtualTensor:
             f"virtual GPUs hold dense tensors, not {backing.layout} of {backing.dtype}",
             hint="keep sparse and quantized tensors on the CPU",
         )
+    # A known storage means that the result is a view or an argument itself, even where the schema
+    # doesn't say so (`_unsafe_view`): nothing is charged.
     storage = backing.untyped_storage()
     existing = blocks_by_storage.get(storage._cdata)
     block = existing() if existing is not None else None
@@ -260,6 +271,7 @@ def place(backing: torch.Tensor, gpu: VirtualGpu) -> VirtualTensor:
 
 def resync(tensor: VirtualTensor) -> None:
     """Follow a backing tensor whose geometry was changed in place."""
+    # Sizes and strides of the outer tensor can't be assigned; setting .data takes over another's.
     tensor.block.recharge()
     torch.Tensor.data.__set__(tensor, wrap(tensor.backing, tensor.block))  # type: ignore[attr-defined]
 

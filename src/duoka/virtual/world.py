@@ -164,7 +164,11 @@ class VirtualGpu:
         The garbage collector may call this at any point, also while this thread is inside the
         allocator: then the block waits for the next one who takes the lock.
         """
-        # Appending to a deque is atomic; whoever holds the lock frees what is pending.
+        # Appending to a deque is atomic; who takes the lock next frees what is pending. Example:
+        # `malloc` holds the lock and makes a Python object, which starts a garbage collection; that
+        # destroys a tensor in a reference cycle, and so calls `free` in this very thread. Waiting
+        # for the lock would be a deadlock, and a reentrant lock would let `free` change the
+        # allocator's lists while `malloc` is working on them.
         self._pending.append(allocation)
         if self._lock.acquire(blocking=False):
             try:
@@ -225,11 +229,17 @@ class VirtualGpu:
         )
 
 
+# The accounting follows storages, as CUDA's does, because views keep memory alive:
+#
+#   x = torch.empty(1000, device="vgpu:0")    new storage, new block: 4000 B asked for, 4096 taken
+#   y = x[10:]                                same storage, same block: nothing
+#   del x                                     y still refers to the block: nothing
+#   del y                                     the last reference: the block's __del__ frees 4096 B
 class StorageBlock:
     """A storage on a GPU, charged to its allocator during the life of its tensors.
 
     `unknown` becomes the meta storage that takes over when a value that nobody knows is written
-    into a storage whose values were known (see `values`).
+    into a storage whose values were known (see `known_values`).
     """
 
     __slots__ = (

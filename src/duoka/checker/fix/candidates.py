@@ -59,6 +59,9 @@ def candidates(fault: Fault, sources: Sources) -> Iterator[Candidate]:
         )
     if not per_operand:
         return
+    # Not all combinations: the n-th candidate takes the n-th option of each operand, and the last
+    # one of a shorter list. Options m1, m2, m3 of a mask and s1, s2 of a scale give three
+    # candidates, (m1, s1), (m2, s2), (m3, s2), in place of six. Each costs a check of the model.
     for number in range(max(map(len, per_operand))):
         chosen = [options[min(number, len(options) - 1)] for options in per_operand]
         yield Candidate(

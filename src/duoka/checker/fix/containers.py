@@ -32,6 +32,14 @@ class Container:
     """What each of them is in a loop."""
 
 
+# Forms in which several tensors come to an operation. D is a device expression, e a loop variable.
+#
+#   written                   operand          container              argument after the fix
+#   cat([a, b])               b                None: moved by itself  [a, b.to(D)]
+#   cat([a, *rest])           [a, *rest][1]    rest                   [a, *[e.to(D) for e in rest]]
+#   cat(parts)                parts[1]         parts                  [e.to(D) for e in parts]
+#   cat([f(x) for x in xs])   f(x)             loop, element f(x)     [f(x).to(D) for x in xs]
+#   block_diag(*parts)        parts[1]         parts                  *[e.to(D) for e in parts]
 def container_of(tree: Tree, node: ast.AST, operand: Operand) -> Container | None:
     """Return the container of an operand, if the expression at its place is one."""
     written = node.value if isinstance(node, ast.Starred) else node
@@ -71,6 +79,9 @@ def _move_in(tree: Tree, container: Container, device: str) -> Edit:
     return move_each(tree, container.node, device)
 
 
+# Where only the container itself has tensors on the target, D is the device of one of its items:
+# `[e.to(parts[-1].device) for e in parts]`. A call or a loop gets the name `parts` on a line before
+# (`_named_first`), so that it is evaluated once.
 def _staying_index(site: Site, container: Container) -> int | None:
     """Return the index of the tensor on the target; -1 for the last."""
     operands = [

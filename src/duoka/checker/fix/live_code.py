@@ -95,8 +95,9 @@ def _exchanges(
         raise SwapError(f"the patched {file} defines other functions")
     new_codes = dict(zip(old, new, strict=True))
     outlines = {_outline(code): code for code in old}
-    # Equal codes have equal positions, too: of two lambdas on one line each has its own. Codes that
-    # were compiled with other flags, as in a notebook, have equal outlines.
+    # Live functions are found by their code. Code objects compare by value, positions included, so
+    # that each of two lambdas on one line finds its own. Codes that were compiled with other flags,
+    # as in a notebook, differ, and are found by name, first line, bytecode and names.
     matches = [
         (function, code if (code := function.__code__) in new_codes else outlines[_outline(code)])
         for function in live

@@ -70,11 +70,18 @@ def _is_python(candidate: Candidate) -> bool:
     return True
 
 
-# Faults can't be cured one at a time: each check takes seconds, and a model has dozens. All have an
-# active candidate at once, so that one check tells of every fault whether its candidate is right:
-# with candidates a1, b1 of two faults, and b still there, the next check has a1, b2. It takes as
-# many checks as the longest list of candidates that is tried, not as their product. Whether a
+# Each check takes seconds and a model has dozens of faults, so all faults have an active candidate
+# at once, and one check judges all of them. With faults a, b, c and their candidates a1, a2, …:
+#
+#   check   active       outcome                              next
+#   1       a1 b1 c1     fault b is still there               b → b2
+#   2       a1 b2 c1     stops by an error in c's function    c → c2
+#   3       a1 b2 c2     no fault but d, which is new         end of the round; d is for the next
+#
+# A round takes as many checks as the longest list of candidates that is tried, not as many as there
+# are combinations. A new round starts from the patched texts, where d has its final line. Whether a
 # later fault is an earlier one is told by function, operation, operands and line (`is_same`).
+# Candidates whose edits collide with an earlier one's aren't in the draft, and so aren't judged.
 class FixSearch:
     """Rounds of a search: the patched texts, the last check, and what is left to be tried."""
 
@@ -197,6 +204,9 @@ def _line_blocks(old_text: str, new_text: str) -> Sequence[tuple[str, int, int, 
     return difflib.SequenceMatcher(None, *lines, autojunk=False).get_opcodes()
 
 
+# Example: lines a b c d become a n B c d, with a name assigned in line n for the statement B. The
+# blocks are (a → a), (b → n B) and (c d → c d). Line 3 becomes 4; line 2 becomes 3, the last line
+# of its block, where the statement is.
 def line_after(old_text: str, new_text: str, line: int) -> int:
     """Map a line of a text to the changed text, both from 1."""
     for _, start, end, new_start, new_end in _line_blocks(old_text, new_text):

@@ -82,6 +82,8 @@ class Tree(SourceFile):
             return start + is_bare, stop - is_bare
         return start, stop
 
+    # The syntax tree has no parentheses, so they are searched for in the text. In `(x + y) * z`
+    # the span of the sum is "x + y" and its extent "(x + y)". In `f(x)` they are the call's.
     def extent(self, node: ast.AST) -> tuple[int, int]:
         """Return the start and end of a node with the parentheses around it."""
         start, stop = self.span(node)

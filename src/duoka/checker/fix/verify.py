@@ -78,6 +78,8 @@ def _places(report: CheckReport) -> set[tuple[str, int, str]]:
     return {(fault.file, fault.line, fault.op) for fault in report.faults}
 
 
+# The reference is the original code on one device. There it runs as written; on several devices it
+# runs only because the check moves tensors, and would be compared with the check's own choices.
 def why_not_equal(subject: Subject, patched: Patched) -> str:
     """Describe how patched code differs from the original; "" if it does not."""
     original = compute(subject, on_one=True)
@@ -177,6 +179,18 @@ def _distinct_layers(subject: Subject, stacks: Sequence[str], num_layers: int) -
     ]
 
 
+# A config of six layers, of which the layers 0, 2, 3, 4 and 5 are kept:
+#
+#   setting             before                 after             because
+#   num_hidden_layers   6                      5
+#   layer_types         [f, s, f, s, f, s]     [f, f, s, f, s]   a list by layer keeps those layers
+#   vocab_size          151552                 512               it costs memory only (`_MOST`)
+#   intermediate_size   13696                  256               it costs memory only
+#   eos_token_id        151329                 1                 it must lie in the vocabulary
+#   pad_token_id        151329                 None              prompts consist of the token 1
+#   hidden_size, heads  as they are                              model code may depend on them
+#
+# In the map "model.layers.3" becomes "model.layers.2", and "model.layers.1" goes (`_rename_entry`).
 def _shrink(text: Any, layers: Sequence[int], num_layers: int) -> None:
     """Reduce layers, vocabulary and hidden sizes of a config."""
     for name, value in list(vars(text).items()):

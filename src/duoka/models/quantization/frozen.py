@@ -54,6 +54,8 @@ class FrozenLinear(nn.Linear):
         return result
 
 
+# int8 has W = diag(s) Q, with a scale for each output, so dX = dY W = (dY · s) Q. Scaling dY costs
+# less than scaling Q; a copy of Q in the gradient's type is the only temporary of W's size.
 class _Product(torch.autograd.Function):
     """A product with a gradient for its input alone."""
 

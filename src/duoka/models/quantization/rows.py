@@ -66,6 +66,8 @@ def _write(target: Tensor, start: int, rows: Tensor) -> None:
     sources = parts(rows)
     for name, part in parts(target).items():
         dim = _ROW_DIMENSION[name]
-        # Packed layouts hold several rows in one index.
+        # A dimension has several rows in one index, or several indices for one row. Rows 128:192
+        # of 4,096 rows and 1,024 columns are the indices 16:24 of int4's packed tensor, with
+        # 8 rows in each of 512, and 65536:98304 of nf4's, with 512 bytes for each row.
         place = part.narrow(dim, start * part.shape[dim] // total, count * part.shape[dim] // total)
         place.copy_(sources[name])

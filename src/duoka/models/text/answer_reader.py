@@ -225,6 +225,14 @@ class AnswerReader(CallReader):
         self._parts.clear()
         return parts
 
+    # The states, with the texts that lead from one to another:
+    #
+    #   reasoning ── end tag ──▶ start of a message ── a form without marker, tried ──▶ content
+    #   content ── marker ──▶ call, tried ──▶ content
+    #   content ── turn ──▶ start of a message
+    #   content without text so far ── begin tag ──▶ reasoning
+    #
+    # "Tried": if the text turns out to be no call, it becomes content.
     def _read(self) -> Script:
         """Read an answer: perhaps reasoning, then messages and calls."""
         if self._is_reasoning:
@@ -299,7 +307,8 @@ class AnswerReader(CallReader):
             if text:
                 self.add(kind, text)
             return
-        # White space waits in `_space` until text follows it; at the end it is dropped.
+        # White space waits in `_space` until text follows it; at the end it is dropped. The texts
+        # "\n Sure.", " I" and " \n" give the parts "Sure." and " I".
         solid = text.rstrip() if self._has_text else text.strip()
         if self._is_forced and kind == "content":
             return  # calls, and the marks around them

@@ -49,6 +49,8 @@ class Spelling:
     @cached_property
     def published(self) -> dict[str, set[str]]:
         """The native tensors within each name of the checkpoint alone."""
+        # Example: m.l.0.w published as p.0.q and p.0.k gives {"p": {m.l.0.w}, "p.0": {m.l.0.w},
+        # "p.0.q": {m.l.0.w}, "p.0.k": {m.l.0.w}}. A name of both conventions is native, and absent.
         names: dict[str, set[str]] = {}
         for tensor in self.tensors:
             for source in tensor.published:
@@ -183,6 +185,15 @@ class Entries:
     @classmethod
     def read(cls, device_map: DeviceMap, spelling: Spelling, devices: Devices) -> Entries:
         """Read every entry."""
+        # Example, for a fleet of cuda:0 and cuda:1 and a model with layers.0, layers.1 and norm:
+        #
+        #   entry           becomes
+        #   layers.0: 0     known[layers.0] = cuda:0
+        #   layer.1: 0      unknown[layer.1], with layers.1 as nearest; meant[layers.1] = cuda:0
+        #   norm: 7         known[norm] = None, misplaced[norm]; likely[norm] = cuda:1 (unused)
+        #
+        # `is_numbered` is True if all GPUs are written as bare numbers: a completed map then has
+        # numbers, too.
         counts = Counter(name for name, _ in device_map.entries)
         entries = cls(doubled=tuple(name for name in counts if counts[name] > 1))
         finder: Finder | None = None
@@ -213,6 +224,8 @@ class Entries:
 
     def are_published(self, spelling: Spelling) -> bool:
         """Return True if the map is written in the checkpoint's names, mostly."""
+        # Names that are the same in both conventions say nothing; misspelled ones count by the
+        # nearest real name. In doubt the map is native.
         nearest = (near.names[0] for near in self.unknown.values() if near.names)
         names = [*self.known, *nearest]
         published = sum(name in spelling.published for name in names)

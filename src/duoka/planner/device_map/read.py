@@ -159,6 +159,11 @@ class Devices:
         those of the fleet in order. A single absent device beside as many present ones as the fleet
         has is a slip, and nothing is guessed.
         """
+        # Three cases, in this order, for the devices of a map that aren't all in the fleet:
+        #
+        #   CUDA_VISIBLE_DEVICES=3,1, map of 3 and 1    by position: 3 -> cuda:0, 1 -> cuda:1
+        #   two GPUs, map of 0, 1, 2 and 3              in order: 0, 1 -> cuda:0; 2, 3 -> cuda:1
+        #   two GPUs, map of 0 and 5                    the absent gets the unused: 5 -> cuda:1
         texts = {name: str(value) for name, value in values.items()}
         numbered = {text for text in texts.values() if text.rpartition(":")[2].isdecimal()}
         ordered = sorted(numbered, key=lambda text: (len(text), text))

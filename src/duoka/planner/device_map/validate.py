@@ -172,6 +172,10 @@ class _Judge:
         # Later entries win: corrected names, valid entries, translated devices. A part takes the
         # device with most of its bytes; a part without any follows the part before it, and the
         # first parts follow the first one with a device.
+        #
+        # Example: blocks embed, layers.0, layers.1, head, and a map {"layer.0": 0, "layers.1": 1}:
+        # "layer.0" is corrected to layers.0 on 0; embed follows layers.0, head follows layers.1:
+        # {"embed": 0, "layers.0": 0, "layers.1": 1, "head": 1}.
         usable = {name: device for name, device in self.entries.known.items() if device}
         parts = self._match_parts({**self.entries.meant, **usable, **self.entries.likely})
         device_of = {part: part.heaviest() for part in parts}

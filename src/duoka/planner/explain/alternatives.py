@@ -34,7 +34,7 @@ _NAMES = {
 class Trial:
     """Evaluates placements in stages on a fleet, with the planner's own costs.
 
-    Tells the needs of stages, and their value for the objective of a plan.
+    Computes the bytes of stages, and the value of a placement for the objective of a plan.
     """
 
     def __init__(
@@ -153,6 +153,8 @@ def _placements(trial: Trial, plan_stages: Stages | None) -> Iterator[tuple[str,
 
 def _optima(trial: Trial, plan_stages: Stages | None) -> Iterator[tuple[str, Stages]]:
     """Yield the optimum of each objective, and on all devices."""
+    # The optimum of the plan's own objective is the plan, so it is left out. In training one of the
+    # two timed objectives makes no sense: `time_objective` is the one that the schedule implies.
     objectives: tuple[Objective, ...] = ("headroom", *_TIMED) if trial.has_speeds else ("headroom",)
     quickest = trial.costs.time_objective
     if quickest is not None:

@@ -99,6 +99,8 @@ def _shares(plan: Plan) -> Iterator[Share]:
 def _crossings(trial: Trial, runs: Stages) -> Iterator[Crossing]:
     """Yield the activations sent between neighbouring runs."""
     seconds = trial.seconds(runs)
+    # Bytes and seconds of decoding are sums over all decode steps, and are divided by their number.
+    # Without decode steps (a single new token, training) those of the whole prompt are told.
     is_training = trial.costs.workload.training is not None
     steps = trial.costs.workload.new_tokens - 1  # the first token comes of the prompt
     prefill, decode = trial.costs.latency.boundary_bytes
@@ -123,6 +125,10 @@ def _crossings(trial: Trial, runs: Stages) -> Iterator[Crossing]:
 
 def _changes(trial: Trial, stages: Stages) -> Iterator[BoundaryMove]:
     """Move the last block before each boundary behind, and the first behind before."""
+    # Example: stages [0, 3) and [3, 6), so the boundary is at 3. A cut at 2 moves block 2 from the
+    # first to the second stage (giver: the first); a cut at 4 moves block 3 from the second to the
+    # first (giver: the second). Only these two shares change, but the value is of the whole
+    # placement: if a third stage has the least headroom, both moves are "equal".
     current = trial.value(stages)
     for number in range(len(stages) - 1):
         source, target = stages[number : number + 2]

@@ -32,6 +32,7 @@ def link_seconds(costs: Costs, fleet: Fleet) -> Floats:
         + costs.boundary_bytes / link.bytes_per_second
         for link in fleet.links
     }
+    # A pair without a known link is taken to be as slow as the slowest known one.
     slowest = np.max(list(seconds.values()), axis=0)
     return np.array(
         [
@@ -113,6 +114,7 @@ def speeds(device: Device) -> tuple[float | None, ...]:
 
 def _are_exchangeable(links: Floats, index: int, other_index: int) -> bool:
     """Return True if exchanging two devices keeps the speed of every link."""
+    # Swap both rows and columns of the matrix of links, and compare with the matrix itself.
     order = np.arange(len(links))
     order[[index, other_index]] = other_index, index
     return np.array_equal(links[np.ix_(order, order)], links)

@@ -81,6 +81,26 @@ class _Layer:
     costs: Floats  # [sets, heads, starts]
 
 
+# Example: blocks of 4, 3 and 6 GiB; device A holds 8 GiB and B 10 GiB; the slowest part counts. A
+# stage costs its bytes less the budget, so the minimum maximizes the least headroom.
+#
+#   table     [0, 1)  [0, 2)  [0, 3)  [1, 2)  [1, 3)  [2, 3)
+#     A         -4      -1      inf     -5      inf     -2
+#     B         -6      -3      inf     -7      -1      -4
+#
+#   layer 1 (one stage, up to block 3)     from block 1   from block 2
+#     {A}                                       inf            -2
+#     {B}                                       -1             -4
+#
+#   layer 2 (two stages), from block 0          cut at 1             cut at 2
+#     {A, B}, A before {B}                  max(-4, -1) = -1     max(-1, -4) = -1
+#     {A, B}, B before {A}                  max(-6, inf) = inf   max(-3, -2) = -2
+#
+# The optimum is -2, that is 2 GiB of headroom: B runs [0, 2), A runs [2, 3).
+#
+# With S sets of devices in a layer, G groups and N blocks a layer takes O(S G N (N + G)) steps. S
+# is the factor that explodes: all layers together have at most the product of (size + 1) over the
+# groups, so 16 equal devices give 17 sets, and 16 different ones 65,536.
 class Programme:
     """The placements of least cost under given costs.
 
@@ -116,13 +136,20 @@ class Programme:
         self._num_stages = num_stages
         self.revise(tables)
         self._num_blocks = self._tables.shape[-1] - 1
+        # Not updated by `revise`: as stages only become impossible, they stay upper bounds.
         self._lengths = _longest(self._tables)
         self._largest = np.argsort(-self._lengths, kind="stable")
         self._num_members = np.array([len(members) for members in groups])
-        # The value of a digit of the key: a further device of the group adds this much.
+        # The key of a set of devices in mixed radix: digit g counts the devices of group g, and is
+        # below len(group g) + 1. With A of two devices and B of one the digits are worth 1 and 3:
+        # {A} = 1, {A, A} = 2, {B} = 3, {A, B} = 4, {A, A, B} = 5. Adding a device of a group adds
+        # the worth of its digit, so the keys of a whole layer are computed by one addition. Keys
+        # beyond 63 bits are Python integers.
         radices = (len(members) + 1 for members in groups)
         *digits, num_keys = itertools.accumulate(radices, operator.mul, initial=1)
         self._digits = np.array(digits, object if num_keys >> 63 else np.int64)
+        # The suffix without stages: it starts behind the last block, and its cost is the neutral
+        # element of `join`, so that the last stage of a placement needs no case of its own.
         self._empty_layer = _Layer(
             counts=np.zeros((1, len(groups)), np.int64),
             keys=np.zeros(1, self._digits.dtype),
@@ -141,6 +168,7 @@ class Programme:
     def find_on_fewest(self) -> tuple[Stages, float] | None:
         """Return the best placement with the fewest possible stages, and its cost."""
         for number in self._num_stages:
+            # No layers are built where even the longest stages of `number` devices are too short.
             lengths = np.sort(np.repeat(self._lengths, self._num_members))
             if sum(lengths[-number:]) >= self._num_blocks:
                 self._layers = [self._empty_layer]
@@ -169,6 +197,18 @@ class Programme:
         # suffixes of the row. Several such pairs reach the same new set of devices, so their costs
         # are scattered into its cells by minimum. Pairs are taken in batches that fit the cache,
         # each compared over all starts and stops at once.
+        #
+        # Example, groups A (two devices) and B (one), from layer 1 with the keys {A} = 1, {B} = 3:
+        #
+        #   rows, groups      ({A}, A)   ({A}, B)   ({B}, A)      ({B}, B): B has no free device
+        #   key + digit       1 + 1 = 2  1 + 3 = 4  3 + 1 = 4
+        #   keys              [2, 4]                              of the new rows, ascending
+        #   sets              0          1          1             new row of each pair
+        #   representatives   0          1                        a pair that gives the row's counts
+        #
+        # Where transfers cost something, the head is part of the cell, and ({A}, B) and ({B}, A)
+        # stay apart; otherwise they share a cell. `np.minimum.at` then keeps the least of both:
+        # `costs[cells] = ...` would apply only one of several values for the same cell.
         layer = self._layers[-1]
         rows, groups = np.nonzero(layer.counts < self._num_members)
         keys, representatives, sets = np.unique(
@@ -212,6 +252,13 @@ class Programme:
         A suffix is no longer than the longest stages of its devices, and the blocks before it fit
         the `num_left` largest other devices.
         """
+        # Example: 10 blocks; stages of at most 4 blocks on A (two devices) and 3 on B (one). A
+        # suffix on {A} starts at 10 - 4 = 6 or later. With one stage before it, of at most 4
+        # blocks, it would have to start at 4 or earlier: there is no such start, nor any cost.
+        # With two stages before it (on A and B, 4 + 3 blocks) the starts are 6 and 7.
+        #
+        # `num_taken` fills `num_left` from the largest group on: free devices [2, 1, 3] and 4 to
+        # take give [2, 1, 1].
         min_starts = np.maximum(0, self._num_blocks - counts @ self._lengths)
         free = (self._num_members - counts)[:, self._largest]
         num_taken = np.clip(num_left - (np.cumsum(free, axis=1) - free), 0, free)
@@ -240,6 +287,8 @@ class Programme:
         suffixes: Floats = layer.costs[rows]
         if self._transfers is None or layer is self._empty_layer:
             return suffixes[:, 0]
+        # The transfer depends on the cut and on both groups, but not on where the stage starts:
+        # the minimum over heads [pairs, heads, stops] is taken once for all starts.
         heads = np.arange(len(self._groups))
         links = self._transfers[groups[:, None, None], heads[:, None], stops[:, None, :]]
         cheapest: Floats = self._join(links, suffixes).min(axis=1)
@@ -252,6 +301,8 @@ class Programme:
 
     def _read_optimum(self, number: int) -> tuple[Stages, float] | None:
         """Return the best placement of a number of stages, and its cost."""
+        # Of the layer of `number` stages only block 0 counts, so that layer isn't read, and need
+        # not be there: the first stage is put before each suffix of `number - 1` stages here.
         layer = self._layers[number - 1]
         if not len(layer.counts):
             return None
@@ -268,6 +319,10 @@ class Programme:
 
     def _trace(self, used: Sequence[int]) -> Stages:
         """Walk the recurrence forward: return the best placement on these devices."""
+        # Layers store costs, and no decisions: at each stage the recurrence is evaluated again for
+        # one start, over the groups with a device left. `left_counts` are the devices of the stages
+        # still to come, so the row behind a stage on group g has the key of `left_counts` less one
+        # device of g. A set that is absent from its layer has no possible suffix.
         stages: list[BlockRange] = []
         left_counts, start, sender = np.array(used), 0, -1
         while start < self._num_blocks:

@@ -15,9 +15,9 @@ from .dynamic_programme import Floats
 class KnownBytes:
     """The requested bytes of stages: bounds, replaced by exact values step by step.
 
-    `bytes` and `fits` are by budget and place, each [num_blocks + 1, num_blocks + 1]. A stage that
-    is refused is refused for all that are like it. With `alternatives` bounds are the least of all
-    these costs': what none of them can go below.
+    `bytes` and `fits` are by budget and place, each [num_blocks + 1, num_blocks + 1]. The result of
+    a stage holds for its class (`Costs.stage_classes`). With `alternatives` a bound is the least of
+    the bounds of all these costs.
     """
 
     def __init__(self, costs: Costs, fleet: Fleet, alternatives: Sequence[Costs] = ()) -> None:
@@ -48,6 +48,10 @@ class KnownBytes:
         # All stages of an optimum in one batch, instead of a search after each: mostly all of them
         # are needed. But the tightest stage is likeliest to be refused, and then the next optimum
         # has other stages: the rest isn't worth its replays.
+        #
+        # Example: an optimum of [0, 3) on 24 GiB with a bound of 20 GiB and [3, 9) on 12 GiB with
+        # 11 GiB. [3, 9) has less to spare and is replayed first, with 11.5 GiB as its result; it
+        # holds for [4, 10) on 12 GiB as well, if that is of the same class. Then [0, 3).
         as_thought = True
         if not self._exact:  # bounds for the room take longer: not where nothing can fit
             numbers = self._costs.stage_classes

@@ -29,7 +29,11 @@ class PlacementLimits:
         return frozenset(device for _, device in self.pins)
 
     def allow(self, num_blocks: int, device: int) -> npt.NDArray[np.bool_]:
-        """[num_blocks + 1, num_blocks + 1]: whether a stage may be on a device."""
+        """[num_blocks + 1, num_blocks + 1]: True for stages [start, stop) allowed on a device."""
+        # A stage [start, stop) has the pinned block b if start <= b < stop: on any other device the
+        # rectangle of starts up to b and stops from b + 1 on is forbidden. Example: of four blocks
+        # block 1 is pinned to cuda:0; on cuda:1 the stages [0, 2) to [0, 4) and [1, 2) to [1, 4)
+        # are forbidden, [0, 1) and [2, 4) are allowed.
         allowed = np.ones((num_blocks + 1, num_blocks + 1), np.bool_)
         for block, at in self.pins:
             if at != device:

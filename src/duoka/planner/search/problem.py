@@ -43,7 +43,7 @@ _PRESSURE_UNITS = 2.0**18
 
 
 class NoPlacement(Exception):
-    """Nothing fits. The planner turns it into an `InfeasibleError` with the ways out."""
+    """Raised if nothing fits. The planner turns it into an `InfeasibleError`."""
 
     def __init__(self, *problems: Problem) -> None:
         super().__init__("no placement fits the fleet")
@@ -96,6 +96,8 @@ class Problem:
         # The last optimum that is known to be the most even one as well.
         self._even: Stages = ()
         if links is not None:
+            # Any two devices of a group have equal links to a third one, so one stands for all. The
+            # link inside a group is that of its first device to its last.
             senders = [group.devices[0] for group in self._groups]
             receivers = [group.devices[-1] for group in self._groups]
             self._links = links[np.ix_(senders, receivers)]
@@ -107,9 +109,7 @@ class Problem:
     def cheapest(self) -> tuple[Stages, float] | None:
         """Return the optimum among placements on as few devices, and its exact cost.
 
-        Of pages nothing beats it, on however many.
-
-        None where nothing fits.
+        For the objective pages it is the optimum on any number of devices. None where nothing fits.
         """
         # Invariant: costs in the tables never exceed the exact ones, so the cost of an optimum is a
         # bound for every placement. Each round settles at least one stage or ends.
@@ -261,6 +261,10 @@ class Problem:
 
     def _pressure(self, group: DeviceGroup, place: int) -> Floats:
         """Return the pressure of each stage on its budget: larger with less free memory."""
+        # A convex function of the headroom, whose sum is least where the headroom is even. Example:
+        # 24 GiB budgets, so the unit is 24 MiB. Two devices with 2 and 6 GiB of headroom have
+        # 2^18 / (1 + 85.3) + 2^18 / (1 + 256) = 3036 + 1020 = 4056; with 4 GiB each they have
+        # 2 x 1527 = 3054.
         unit = max(group.budget_bytes for group in self._groups) / 1024
         needed = self.memory.bytes[self._key(group, place)]
         headroom = np.maximum(group.budget_bytes - needed, 0)
@@ -292,10 +296,12 @@ class Problem:
     def _tie_costs(self, costs: Floats, bound: float) -> Floats:
         """Convert costs of parts to costs among placements at the bound."""
         # A maximum is at the bound if every part is: parts above cost infinity, others nothing. A
-        # sum is at the bound if the parts add up to it, so the latency stays a part of the cost, in
-        # units so small that any difference of it outweighs all pressures together.
+        # sum is at the bound if the parts add up to it, so the latency stays a part of the cost: in
+        # units of which the bound has 2^50. A pressure is at most 2^18, so those of 64 stages are
+        # at most 2^24, which is the bound times 2^-26 (`_TIE_TOLERANCE`): pressures decide among
+        # latencies that differ by less, and a larger difference outweighs all of them.
         if self.aim == "latency":
-            # Small enough that all pressures together stay within the tolerance.
+            # Whole numbers below 2^53 are added without rounding, in whatever order.
             return np.asarray(np.rint(costs * (_LATENCY_UNITS / (bound or 1.0))))
         return np.where(costs <= bound, 0.0, np.inf)
 

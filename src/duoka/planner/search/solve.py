@@ -166,6 +166,8 @@ def resolve_objective(
     others for time: a request's latency, or in a training pipeline the slowest stage.
     """
     choose("the objective", objective, OBJECTIVES)
+    # Two cases: there are pages to count and the objective is another one, or there are none and
+    # the objective is pages.
     if (costs.page_bytes is None) == (objective == "pages"):
         if objective == "auto":
             return "pages"
@@ -195,14 +197,28 @@ def resolve_objective(
     return costs.time_objective or ("latency" if objective == "auto" else objective)
 
 
+# Example of `_furthest`: a chain of four blocks; devices 0, 1 and 2 hold at most 2, 1 and 2 blocks.
+#
+#   reach from        1 stage        2 stages     3 stages
+#     device 2 on     block 2, 3     -            -
+#     device 1 on     block 2, 3     block 1, 2   -
+#     device 0 on     block 2, 3     block 0-2    block 0, 1
+#
+#   device   stages left   stops by number of stages left            takes      stages after it
+#     0        2 or 3      2: block 2; 3: blocks 1 and 2             [0, 2)     1 or 2
+#     1        1 or 2      1: none; 2: block 3                       [2, 3)     1
+#     2        1           1: block 4                                [3, 4)     0
+#
+# The number of stages left is part of the state because a stage's memory in training depends on its
+# place from the end (micro-batches in flight under 1F1B).
 def _furthest(problem: Problem, num_blocks: int, num_devices: int) -> Stages | None:
     """Return the best placement by current bounds; its stages may turn out not to fit."""
     # Two passes. Backward: for each device and block, the numbers of stages in which the rest of
     # the chain fits the devices from there on. Forward: each device takes as many blocks as leave
     # the rest a place, for any number of stages that is still possible.
     groups = [problem.group_of(device) for device in range(num_devices)]
-    # By device, [number of stages, block]: whether what is left from a block on has a place on it
-    # and those after it, in so many stages.
+    # reach[device][number of stages, block] is True if the blocks from `block` to the end fit this
+    # device and those after it, in so many stages.
     reach = [np.zeros((num_devices + 1, num_blocks + 1), np.bool_)]
     reach[0][0, -1] = True
     for group in reversed(groups):

@@ -127,6 +127,9 @@ class CachedModel(GenerateCaller):
         rounding = max(8 * torch.finfo(self.model.dtype).eps, 1e-3)
         return bool((logits - expected).norm() <= rounding * logits.norm())
 
+    # The loop of `generate`, one round for each call: `_prefill` reads a prompt; later rounds
+    # prepare the inputs of one token and call the model. What `generate` carries from round to
+    # round (cache, mask, positions) is kept by sequence: rounds of several sequences can alternate.
     def _run(self, chunk: Chunk) -> Tensor:
         model = self.model
         ids = torch.tensor([chunk.tokens], device=model.device)

@@ -103,6 +103,8 @@ class Learner:
 
     def run(self, *, in_flight: int = 1, steps: int = _STEPS) -> None:
         """Run whole steps, with at most `in_flight` micro-batches between forward and backward."""
+        # At most 2 in flight, 4 micro-batches (F forward, B backward, U optimizer):
+        #     F0 F1 B0 F2 B1 F3 B2 B3 U
         for _ in range(steps):
             losses: list[torch.Tensor] = []
             for _ in range(self.training.micro_batches):

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 NAME = "duoka_paged"
 # Where scores are materialised, so many at a time: as many in every step, so that the forecast
 # knows them, and enough for all queries of a tile at the contexts of which it is traced.
+# They take 64 MiB in float32, and the attention weights made of them 32 MiB in 16 bit.
 _MOST_SCORES = 2**24
 # Fused kernels read heads of a multiple of so many elements.
 _ALIGNED = 8
@@ -45,6 +46,9 @@ _OPTIONS = ("scaling", "softcap", "sliding_window", "s_aux", "is_causal")
 _CHANGES_NOTHING = {"position_ids", "output_hidden_states", "output_router_logits"}
 
 
+# The slot of a token is its row in the pages seen as one list of tokens: page * page_tokens +
+# position % page_tokens. With pages of 4 tokens and the block table [7, 2], position 5 is in the
+# second page of its sequence, page 2, and its slot is 2 * 4 + 1 = 9.
 class Pages(NamedTuple):
     """Keys or values of a layer: `states` [pages, page_tokens, heads, head_dim].
 
@@ -166,6 +170,17 @@ class _ScoreWorkspace(NamedTuple):
         )
 
 
+# A call, for one new token at position 5 of a sequence with the block table [7, 2], pages of 4:
+#
+#     store     its keys and values into slot 9
+#     gather    pages 7 and 2 into rows 0 … 7 of the workspace: the keys of positions 0 … 7
+#     mask      rows 6 and 7: positions behind 5, where page 2 has older contents
+#     attend    1 query to 8 keys, for each head
+#
+# Storing comes first, so that tokens of a prefill chunk find each other's keys in the pages. All
+# padding tokens write to the first slot of the scratch page: its keys are masked, or seen by rows
+# whose results are dropped. Workspaces are freed when the call ends: the caching allocator can give
+# the same blocks to the next layer.
 def attend(
     module: Any,
     query: Tensor,
@@ -259,6 +274,13 @@ class _Layer(NamedTuple):
     hidden: Tensor
     workspace: _ScoreWorkspace | None
 
+    # Shapes, with K heads of keys, G queries that share one, n keys, and d for head_dim:
+    #
+    #                   query            keys and values   bias
+    #     one sequence  [K, G, rows, d]  [K, 1, n, d]      [1, 1, rows, n]
+    #     several       [rows, K, G, d]  [rows, K, n, d]   [rows, 1, 1, n]
+    #
+    # Several sequences have one query each: row i of the tile has the keys of sequence i.
     def attend_tile(
         self, gathered: tuple[Tensor, Tensor], group: SequenceGroup, tile: QueryTile
     ) -> Tensor:
@@ -277,6 +299,11 @@ class _Layer(NamedTuple):
             result = self._with_scores(query, keys, values, bias, self.workspace)
         return result if group.sequences > 1 else result.permute(2, 0, 1, 3)
 
+    # Queries 4 and 5, keys 0 … 5, and a window of 3 (. is -inf):
+    #     query 4   . . 0 0 0 .
+    #     query 5   . . . 0 0 0
+    # Positions count from the first gathered page. Padding of a block table is at its end, behind
+    # every query of the sequence: the causal rule hides it.
     def _mask(self, keys: Tensor, queries: Tensor) -> Tensor:
         """Build the additive mask [queries, keys] for causal attention with an optional window."""
         shape = len(queries), len(keys)
@@ -366,6 +393,8 @@ def _states_of(states: Tensor, group: SequenceGroup, tile: QueryTile) -> Tensor:
     return part.transpose(0, 1)[:, None]
 
 
+# Grouped-query attention without repeated keys: with 8 heads, 2 of keys, and 64 queries of one
+# sequence, the kernel gets a batch of 2 with 4 heads each, and keys that are expanded (stride 0).
 def _fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
     """Attend by a fused kernel.
 
@@ -377,6 +406,9 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
 
 
+# transformers makes masks once per call of the model, for each kind of layer, and hands them to the
+# layers. The empty tensor [window, 0] takes no memory and is moved like a mask: so the window
+# reaches `attend` also from models that don't pass `sliding_window`.
 def _window_alone(*, mask_function: Any, local_size: int = 0, **options: Any) -> Tensor:
     """Return the window as the size of an empty tensor, in the place of a mask."""
     padding = options["attention_mask"]  # that of OPT in 5.17 of transformers hides nothing
@@ -385,6 +417,9 @@ def _window_alone(*, mask_function: Any, local_size: int = 0, **options: Any) ->
     return torch.empty(local_size, 0, device=options["device"])
 
 
+# The mask of a sliding window is the closure `and_masks.<locals>.and_mask`, whose cell has the
+# functions `sliding_window_overlay.<locals>.inner_mask` and `causal_mask_function`: the names of
+# all three are known. Code that overlays more (blocks of image tokens) brings an unknown one.
 def _is_causal(mask: Any) -> bool:
     """Return True if a mask function, and all functions in its closure, are causal."""
     name = mask.__qualname__.partition(".")[0]

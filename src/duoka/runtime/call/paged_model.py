@@ -88,6 +88,9 @@ class PagedStep:
     """
 
     def __init__(self, chunks: Sequence[Chunk], cache: PagedCache) -> None:
+        # Chunks of 3, 1 and 2 tokens are packed as 3, 2, 1: `offsets` is [0, 3, 5, 6], `_chunk_of`
+        # is [0, 0, 0, 1, 1, 2]. If those of 3 and 1 tokens have a row, `last_rows` begins with 2
+        # and 5: the last token of each, in the caller's order. Its padding repeats token 0.
         self.cache = cache
         order = sorted(range(len(chunks)), key=lambda at: _order(chunks[at]))
         self.chunks = [chunks[at] for at in order]
@@ -129,6 +132,12 @@ class PagedStep:
         """Return the groups for layers that look back over `window` tokens (0: over all)."""
         return self._groups[window]
 
+    # The table of t tokens, for the windows 0 and w. One tensor is one copy from the host, and one
+    # more for each further device of a dispatched model.
+    #
+    #     0, 1, … gathered_tokens - 1 │ slots │ positions │ pages          │ positions │ pages
+    #     key positions               │ [t]   │ [t]       │ [page_numbers] │ [t]       │ …
+    #                                 │ all   │ window 0                   │ window w
     def parts(self, window: int) -> tuple[slice, slice, slice]:
         """Return where the table has the slot mapping, positions in what is gathered, and pages."""
         capacity, number = self.cache.capacity, self.num_tokens
@@ -166,6 +175,8 @@ class PagedStep:
         """
         cache, number = self.cache, self.num_tokens
         size, gathered = cache.capacity.page_tokens, cache.capacity.gathered_tokens
+        # A chunk from position 35 on, with pages of 16 and the block table [7, 2, 9]: `first` is 2,
+        # its pages are [9], and its slots are 9 * 16 + 3, 9 * 16 + 4, …
         slots = np.full(number, cache.scratch_page * size)
         for at, chunk in enumerate(self.chunks):
             tokens = slice(self.offsets[at], self.offsets[at + 1])
@@ -175,6 +186,9 @@ class PagedStep:
                 pages[positions[tokens] // size - first] * size + positions[tokens] % size
             )
         parts = [slots]
+        # Pages that lie before the window of a chunk's first token aren't gathered. Window 6, pages
+        # of 4, positions 10 … 12: token 10 sees 5 … 10, so page 0 is left out, and positions
+        # relative to the first gathered key are 6 … 8.
         for window in cache.windows:
             numbers = cache.capacity.page_numbers
             firsts = np.array([_first_page(chunk, window, size) for chunk in self.chunks])
@@ -202,6 +216,9 @@ class PagedStep:
             pages = capacity.padded_pages(int(lengths[start:stop].max()))
             table = np.full((number, pages), scratch)
             tile = self._tile(row, stop - start, 0, pages)
+            # Line i of the table is for row tile.first + i, and a tile at the end of the packed row
+            # begins early. Of 16 rows with 7 sequences in rows 9 … 15, the tile has rows 8 … 15:
+            # line 0, for the row of another chunk, keeps scratch pages.
             first_line = tile.inner.start if is_several else 0
             for line, index in enumerate(range(start, stop), first_line):
                 first, length = firsts[index], lengths[index]
@@ -236,6 +253,9 @@ class PagedStep:
             yield start, stop
             start = stop
 
+    # 600 tokens from position 0 on, with pages of 16 and no window: tiles of 256, 256 and 88
+    # queries, the last one widened to 128 rows. They see 16, 32 and 40 pages: keys behind a tile's
+    # last query aren't multiplied, which saves up to half of the pairs of a long prompt.
     def _tiles(self, index: int, first: int, window: int, pages: int) -> Iterator[QueryTile]:
         """Cut a chunk into tiles; whole pages of keys that no query of a tile sees are left out."""
         chunk, size = self.chunks[index], self.cache.capacity.page_tokens

@@ -144,6 +144,8 @@ def update_class(module: nn.Module) -> None:
     module.__class__ = _class_of(plain_class(module), tuple(kinds))
 
 
+# A layer's class becomes a new one with the bases (_Moving, LlamaDecoderLayer): `__call__` is found
+# in `_Moving` first, while `isinstance` and the class's name are as before.
 def _class_of(base: type[nn.Module], kinds: tuple[type[_Dispatched], ...]) -> type[nn.Module]:
     if not kinds:
         return base

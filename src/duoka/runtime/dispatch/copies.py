@@ -22,7 +22,7 @@ _WORDS = 2**16
 
 
 def carry(tensor: Tensor, device: torch.device, **options: Any) -> Tensor:
-    """Return the tensor on a device, as `Tensor.to` does, by a way on which its numbers arrive."""
+    """Copy a tensor to a device as `Tensor.to` does; through the host where direct copies fail."""
     source = tensor.device
     if source.type == device.type == "cuda" and not arrives(_index(source), _index(device)):
         tensor = tensor.cpu()

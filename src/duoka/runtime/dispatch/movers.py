@@ -91,6 +91,11 @@ class Frame:
 
     # An entry must never keep its source alive, nor outlive it: another tensor may get the id of a
     # freed one. So an entry has a weak reference whose callback removes the entry.
+    #
+    #     mask, version 0          copied to cuda:1 for the first block of the stage
+    #     mask, version 0          the same copy for all further blocks
+    #     mask.add_(1): version 1  copied anew; the new entry takes the place of the old one
+    #     mask dies                its entry goes; a new tensor with its id finds none
     def carried(self, tensor: Tensor, device: torch.device, key: tuple[str, bool]) -> Tensor:
         """Return a copy of a tensor on a device, the same one until the tensor changes or dies."""
         copies = self._copies.setdefault(key, {})
@@ -107,6 +112,8 @@ class Frame:
 
     def enter_stage(self, device: torch.device) -> None:
         """Make the stage's device the current device of its kind."""
+        # PyTorch's operators set the device of their operands themselves. Model code that asks for
+        # `torch.cuda.current_device()`, and Triton, which launches kernels there, need it set.
         self.stage = device
         backend = _backend(device)
         if backend is not None:

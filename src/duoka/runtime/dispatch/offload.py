@@ -260,6 +260,11 @@ def _untrainable() -> UsageError:
     )
 
 
+# Two events for each buffer b order the copying and the computing stream; the host doesn't wait:
+#     released[b]   recorded behind the work on b; the next copy into b waits for it
+#     copied[b]     recorded behind the copy into b; the next work on b waits for it
+# So the weights of C are copied into buffer 0 while B computes in buffer 1, but not before A, whose
+# weights were in buffer 0, has finished.
 class Lane:
     """Copies into a few buffers on a device, in order with the work on the buffers.
 

@@ -82,6 +82,9 @@ class Filler:
         with closing(read_ahead(order, pinned=bool(gpus))) as buffers:
             for stretch, buffer in zip(order, buffers, strict=True):
                 self._put_pieces(pieces_of[stretch.source.name], stretch.box, buffer.tensor())
+                # The copies out of pinned memory have only been issued. Events mark their end; the
+                # thread that fills this buffer next waits for them, while the next stretch is
+                # copied here.
                 buffer.wait = _copies_done(gpus)
                 self._report(stretch.num_bytes)
 

@@ -31,6 +31,8 @@ from .sources import Source, refuse_changed
 Wait: TypeAlias = Callable[[], None]
 """Waits until nothing reads from a buffer any more."""
 
+# The host's memory for a load is 6 * 16 MiB, whatever the model's size: four stretches are read at
+# a time, the caller copies out of a fifth, and the sixth is full or waits for its copies to end.
 STRETCH_BYTES = 16 * 2**20
 _MOST_THREADS = 4
 _BUFFERS = 6

@@ -167,5 +167,6 @@ class Batches:
         """Return a permutation for an epoch."""
         if self._seed is None:
             return np.arange(number)
-        # Of two numbers, so that no seed's epoch is another seed's.
+        # The seed is a sequence of two numbers: with their sum, epoch 1 of seed 0 would have the
+        # order of epoch 0 of seed 1. Epoch -1 is the order from which packs are made.
         return np.random.default_rng([self._seed, epoch + 1]).permutation(number)

@@ -1,4 +1,4 @@
-"""A row of training data → what was said in it, recognised by its keys.
+"""Read a row of training data as a chat, a prompt and its completion, or a document, by its keys.
 
 =================================  ===========================================================
 keys                               what it is
@@ -111,6 +111,13 @@ def _words(key: object) -> set[str]:
     return {word.lower() for word in _WORDS.findall(str(key))}
 
 
+# Other trainers have keys that say what is trained. Ignoring one could train on what the author of
+# the data excluded. A key is judged by its words, split at capitals, digits and underscores:
+#
+#   "weight": 0, "isTrained": false   weight, trained     a message isn't trained, a row is refused
+#   "loss_mask": [1, 0]               loss, mask          refused: 1 may mean trained or hidden
+#   "chosen": "…", "rejected": "…"    preference data     refused: another method of training
+#   "id": 7, "source": "web"          no word of these    ignored
 def _marks(fields: Mapping[str, Any]) -> dict[str, bool]:
     """Read the training flags of a row or message by key."""
     marks = {}
