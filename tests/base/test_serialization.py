@@ -125,8 +125,8 @@ def test_long_values_are_cut_in_messages() -> None:
     [
         ("{", "not valid JSON"),
         (b"\xff\xfe\xff", "not valid JSON"),
-        ("[1]", "holds a JSON list"),
-        ("null", "holds a JSON null"),
+        ("[1]", "contains a JSON list"),
+        ("null", "contains a JSON null"),
         ('{"a": 1, "b": 2, "a": 3}', "the key 'a' occurs twice"),
         ('{"a": {"b": 1, "b": 1}}', "the key 'b' occurs twice"),
         ('{"a": NaN}', "NaN"),

@@ -136,8 +136,8 @@ def test_redirects_are_followed_and_each_is_looked_at(names: dict[str, list[str]
 
 REFUSED = {
     "/1": "redirects more than 3 times",
-    "/inside": "inside.test has an address that isn't",
-    "/metadata": "169.254.169.254 has an address that isn't",
+    "/inside": "inside.test has an address outside the public internet",
+    "/metadata": "169.254.169.254 has an address outside the public internet",
     "/file": "not an http or https",
     "/absent": "answers with status 404",
     "/huge": "more than 3.91 KiB",

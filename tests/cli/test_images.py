@@ -78,7 +78,7 @@ def test_a_chat_about_pictures(
     assert done.returncode == 0
     assert "on vgpu:0, vgpu:1, vgpu:2" in done.stderr
     assert "red.png, 60x56: added to your next question" in done.stderr
-    assert "the oldest 1 round(s) were left out" in done.stderr  # planned for one picture
+    assert "the oldest 1 round(s) were dropped" in done.stderr  # planned for one picture
     assert "'absent.png' can't be read: No such file" in done.stderr
     assert "'text.txt' can't be read: it is not a supported image" in done.stderr
     assert "/image needs a file" in done.stderr

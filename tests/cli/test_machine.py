@@ -25,7 +25,7 @@ from duoka.forecast.device_memory import PlainMemory
         (OSError(errno.ENOSPC, "No space left on device", "/x/p"), "/x/p: No space left", "space"),
         (OSError(errno.EDQUOT, "Disk quota exceeded", "/x"), "/x: Disk quota", "quota"),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), "/x: Permission", "permission"),
-        (OSError(errno.EROFS, "Read-only file system", "/x"), "Read-only", "written"),
+        (OSError(errno.EROFS, "Read-only file system", "/x"), "Read-only", "writable path"),
         (OSError(errno.EMFILE, "Too many open files"), "Too many open files", "ulimit"),
         (OSError(errno.EIO, "Input/output error"), "Input/output error", "disk"),
         (MemoryError(), "this machine", "--context"),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from progress import without_progress
@@ -64,9 +65,9 @@ def look(
     form = {"encoding": encoding, "errors": "backslashreplace"}
     with (
         pytest.MonkeyPatch.context() as patch,
+        mock.patch.dict(os.environ, {k: v for k, v in inside.items() if v is not None}, clear=True),
         open(disk, "wb", buffering=0) if disk else nullcontext(out) as target,  # noqa: PTH123
     ):
-        patch.setattr(os, "environ", {k: v for k, v in inside.items() if v is not None})
         patch.setattr(sys, "stdin", io.StringIO())
         patch.setattr(sys, "stdout", io.TextIOWrapper(target, **form))
         patch.setattr(sys, "stderr", io.TextIOWrapper(err, **form))

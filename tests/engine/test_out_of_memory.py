@@ -62,7 +62,7 @@ def test_it_is_explained_and_the_next_answer_comes(tmp_path: Path) -> None:
     asked, place, filled, others = str(error).splitlines()
     assert "out of memory, for 1290 tokens: vgpu out of memory. Tried to allocate" in asked
     assert "GPU 1 has" in asked
-    assert place.startswith("asked for by transformers/models/glm/modeling_glm.py:")
+    assert place.startswith("requested by transformers/models/glm/modeling_glm.py:")
     assert ", in model.layers." in place
     assert filled.startswith("on vgpu:1 now (planned): weights ")
     assert others.startswith("other programs use")

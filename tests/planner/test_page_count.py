@@ -79,6 +79,19 @@ def test_no_cut_has_room_for_more_pages(
         assert stage.reserved_bytes <= usable(stage.budget_bytes)
 
 
+@pytest.mark.parametrize("budget", [60 * MIB, 95 * MIB, 101 * MIB, 170 * MIB])
+def test_no_greater_number_fits(profile: Profile, budget: int) -> None:
+    # Eight tensors: those of less than 10 MiB share segments of 20 MiB, larger ones have their own.
+    blocks = range(len(profile.blocks))
+    workload, _ = with_pages(profile, WORK, [(blocks, budget)], lambda size: size)
+    assert workload.pages is not None
+    print(budget, workload.pages, duoka.__file__)
+    for pages in range(workload.pages + 1, workload.pages * 2, workload.pages // 30):
+        peaks = ServingReplay(profile, replace(WORK, pages=pages)).run(blocks)
+        assert peaks is not None
+        assert peaks.reserved_bytes > budget, pages
+
+
 @pytest.mark.slow
 def test_pages_of_8_bit_are_more(model: Path) -> None:
     plan = duoka.plan(model, "virtual:64MiB", WORK)

@@ -186,10 +186,10 @@ def test_more_copies_than_fit() -> None:
             "a pin applies to a single replica",
         ),
         ({"constraints": Constraints(strategy="balanced")}, "auto", "the strategy balanced"),
-        ({"constraints": Constraints(offload=True)}, "auto", "offloading is for one copy"),
+        ({"constraints": Constraints(offload=True)}, "auto", "offloading applies to a single replica"),
         ({"largest": "context"}, "auto", "the largest context applies to a single replica"),
         ({}, 9, "9 replicas of a model on 2 devices"),
-        ({}, 0, "0 copies of a model"),
+        ({}, 0, "0 replicas of a model"),
     ],
 )
 def test_what_makes_no_sense_is_refused(

@@ -147,7 +147,7 @@ def test_a_prompt_that_is_too_short_for_its_images_is_refused() -> None:
     short = dataclasses.replace(PICTURED, prompt_tokens=60, prefill_chunk_tokens=None)
     problem = PlanProblem(fleet=duoka.Fleet.parse("virtual:1GiB"), workload=short)
     profile = tiny.regular("tower", short.conditions)
-    with pytest.raises(UsageError, match=r"1 image of 200x100 .* take \d+ tokens.* has 60"):
+    with pytest.raises(UsageError, match=r"1 image of 200x100 .* need \d+ tokens.* has 60"):
         find_plan(profile, problem)
 
 

@@ -61,7 +61,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "no image": (asked_at("data:text/html;base64,AAAA"), "in the request are"),
     "stop it with `serve shutdown -y`": (asked_at("http://127.0.0.1/"), "with --allow-image-urls"),
     "in a file": (asked_at("file:///etc/passwd"), "in the request are"),
-    "many large ones": (asked(*[LARGE] * 64), "memory for 1 image, and there are more"),
+    "many large ones": (asked(*[LARGE] * 64), "memory for 1 image, and the request has more"),
 }
 ANIMATED = asked(encoded(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]))
 

@@ -206,7 +206,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "not valid JSON: .*line 1 column 1"),
     "a list": (b"[]", "expected an object"),
     "NaN": (b'{"temperature": NaN}', "NaN is not a JSON number"),
-    "infinity": (b'{"temperature": 1e999}', "1e999 is larger"),
+    "infinity": (b'{"temperature": 1e999}', "1e999 doesn't fit in 64 bits"),
     "twice": (b'{"n": 1, "n": 2}', "the key 'n' occurs twice"),
 }
 

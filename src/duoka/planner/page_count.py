@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
-from duoka.forecast.allocator import rounded_bytes, segment_bytes
+from duoka.forecast.allocator import LARGE_REQUEST_BYTES, rounded_bytes, segment_bytes
 from duoka.forecast.costs import Costs
 from duoka.forecast.profile import Profile
 from duoka.forecast.replay_serving import ServingReplay
@@ -96,11 +96,16 @@ def with_pages(
     tensors = [_page_tensors(profile, workload, blocks) for blocks, _ in stages]
     sizes = sorted({size for stage in tensors for size in stage})
 
-    def segments(pages: int) -> list[tuple[int, int]]:
+    def segments(pages: int) -> list[tuple[bool, int, int]]:
+        # Ascending in the pages: a request of less than 10 MiB shares a segment of 20 MiB, one of
+        # 10 MiB has 10 MiB to itself, so the kind of request comes before the size of segment.
         rounded = [
             rounded_bytes(size + growth_bytes * (pages - min_pages)) for size, growth_bytes in sizes
         ]
-        return [(segment_bytes(size), -(segment_bytes(size) // size)) for size in rounded]
+        return [
+            (size >= LARGE_REQUEST_BYTES, segment_bytes(size), -(segment_bytes(size) // size))
+            for size in rounded
+        ]
 
     max_pages = min(
         (

@@ -27,5 +27,5 @@ def rate_factor(step: int, num_steps: int, warmup_steps: int, decay: Decay) -> f
         return (step + 1) / warmup_steps
     if decay == "constant":
         return 1.0
-    progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
-    return 1 - progress if decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    remaining = max(0, num_steps - step) / max(1, num_steps - warmup_steps)
+    return remaining if decay == "linear" else (1 - math.cos(math.pi * remaining)) / 2

@@ -87,7 +87,7 @@ def test_tools_as_transformers_writes_them(chatglm3: Any) -> None:
 def test_what_is_refused(chatglm3: Any) -> None:
     with pytest.raises(UsageError, match="support chat_template"):
         chatglm3.apply_chat_template(HELLO, chat_template="{{ x }}")
-    with pytest.raises(UsageError, match="no role"):
+    with pytest.raises(UsageError, match="is not a message role"):
         chatglm3.apply_chat_template([{"content": "x"}])
     with pytest.raises(UsageError, match="content is a text"):
         chatglm3.apply_chat_template([{"role": "user"}])

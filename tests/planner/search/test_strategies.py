@@ -122,7 +122,7 @@ def test_sequential_fills_each_device_before_the_next() -> None:
     ("strategy", "values", "message"),
     [
         ("balanced", {"objective": "latency"}, "strategy balanced conflicts with the objective"),
-        ("sequential", {"objective": "headroom"}, "strategy sequential says"),
+        ("sequential", {"objective": "headroom"}, "strategy sequential conflicts"),
         (
             "sequential",
             {"use_all": True},

@@ -39,7 +39,7 @@ def test_lines(tmp_path: Path) -> None:
         (b"[" * 100_000, "nested too deeply"),
         (b'{"a":' * 100_000, "nested too deeply"),
         (b'{"a": 1' + b"0" * 5000 + b"}", "digits"),
-        (b'{"a": "caf\xe9"}', "no text in UTF-8: byte 10 is 0xe9"),
+        (b'{"a": "caf\xe9"}', "not UTF-8 text: byte 10 is 0xe9"),
     ],
 )
 def test_hostile_lines(tmp_path: Path, line: bytes, reason: str) -> None:
