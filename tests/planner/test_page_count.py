@@ -85,7 +85,6 @@ def test_no_greater_number_fits(profile: Profile, budget: int) -> None:
     blocks = range(len(profile.blocks))
     workload, _ = with_pages(profile, WORK, [(blocks, budget)], lambda size: size)
     assert workload.pages is not None
-    print(budget, workload.pages, duoka.__file__)
     for pages in range(workload.pages + 1, workload.pages * 2, workload.pages // 30):
         peaks = ServingReplay(profile, replace(WORK, pages=pages)).run(blocks)
         assert peaks is not None

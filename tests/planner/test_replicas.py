@@ -186,7 +186,11 @@ def test_more_copies_than_fit() -> None:
             "a pin applies to a single replica",
         ),
         ({"constraints": Constraints(strategy="balanced")}, "auto", "the strategy balanced"),
-        ({"constraints": Constraints(offload=True)}, "auto", "offloading applies to a single replica"),
+        (
+            {"constraints": Constraints(offload=True)},
+            "auto",
+            "offloading applies to a single replica",
+        ),
         ({"largest": "context"}, "auto", "the largest context applies to a single replica"),
         ({}, 9, "9 replicas of a model on 2 devices"),
         ({}, 0, "0 replicas of a model"),

@@ -185,7 +185,10 @@ def be_another_step(path: Path) -> None:
         (lambda path: next(path.glob("*.safetensors")).unlink(), "can't be read: No such file"),
         (lambda path: (path / "checkpoint.json").unlink(), "can't be read: No such file"),
         (half_the_manifest, "not valid JSON"),
-        (changing(files={"../step-000001/a.safetensors": ""}), "damaged, or was written by another version"),
+        (
+            changing(files={"../step-000001/a.safetensors": ""}),
+            "damaged, or was written by another version",
+        ),
         (be_another_step, "declares step 1"),
         (changing(identity={**IDENTITY, "data": "77aa"}), "its data is 77aa, not 91c0"),
         (changing(version=9), "damaged, or was written by another version"),

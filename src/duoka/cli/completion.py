@@ -47,6 +47,7 @@ def completed(program: Any) -> int | None:
     instruction = os.environ.get(_VARIABLE)
     if instruction is None:
         return None
+    os.environ["COLUMNS"] = "1000"  # a word and its help are a line, which must not be wrapped
     _typers.completion_init()
     code: int = _typers.shell_complete(program, {}, "duoka", _VARIABLE, instruction)
     return code

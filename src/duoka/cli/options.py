@@ -118,7 +118,7 @@ class PlanOptions(OptionGroup):
     )
     objective: str | None = _plan(
         "NAME",
-        "Objective: headroom, latency, throughput, pages (with --serve) or auto, the default.",
+        "Objective: headroom, latency, throughput, pages (with --serve) or auto (the default).",
         values=OBJECTIVES,
     )
     use_all: bool = _plan_flag("Use every GPU instead of the fewest that fit.")

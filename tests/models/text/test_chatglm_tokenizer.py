@@ -89,7 +89,7 @@ def test_what_is_refused(chatglm3: Any) -> None:
         chatglm3.apply_chat_template(HELLO, chat_template="{{ x }}")
     with pytest.raises(UsageError, match="is not a message role"):
         chatglm3.apply_chat_template([{"content": "x"}])
-    with pytest.raises(UsageError, match="content is a text"):
+    with pytest.raises(UsageError, match="content must be a string"):
         chatglm3.apply_chat_template([{"role": "user"}])
 
 
@@ -110,7 +110,10 @@ def test_chatglm2_goes_on_where_its_prompt_ends(shared_data: Path, tmp_path: Pat
     [
         ("hello", "a message must be a mapping, not str"),
         ([{"role": "assistant", "tool_calls": [{"name": "f"}]}], "a tool call has no name"),
-        ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}], "no JSON arguments"),
+        (
+            [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}],
+            "no JSON arguments",
+        ),
     ],
 )
 def test_what_is_no_chat(chatglm3: Any, chat: Any, message: str) -> None:

@@ -201,9 +201,7 @@ BAD: dict[str, Any] = {
     "message 2: 'loss_mask' is [0, 1]": {
         "messages": [OPENAI[0], {**OPENAI[1], "loss_mask": [0, 1]}]
     },
-    "message 1: it is marked as trained": {
-        "messages": [{**OPENAI[0], "train": True}, OPENAI[1]]
-    },
+    "message 1: it is marked as trained": {"messages": [{**OPENAI[0], "train": True}, OPENAI[1]]},
     "'rejected' belongs to preference data (DPO, KTO)": {
         "conversations": TURNS[:1],
         "rejected": TURNS[1],

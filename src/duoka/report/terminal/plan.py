@@ -273,12 +273,9 @@ def _cache(plan: Plan) -> Iterator[Text]:
     tokens = cache_tokens(plan.forecast, plan.workload)
     if not tokens:
         return
-    users = tokens // context
-    turns = " (one after another; use --max-batch for concurrent requests)"
-    yield Text(
-        f"KV cache capacity: {tokens:,} tokens ({format_count(users, 'concurrent request')} of "
-        f"{context:,} tokens){turns if users > 1 else ''}"
-    )
+    requests = format_count(tokens // context, "concurrent request")
+    hint = "; --max-batch plans for them" if tokens >= 2 * context else ""
+    yield Text(f"KV cache capacity: {tokens:,} tokens ({requests} of {context:,} tokens{hint})")
 
 
 def _modules(plan: Plan, device: str) -> str:
