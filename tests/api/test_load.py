@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import duoka
 from duoka import Checkpoint, Placement, virtual
@@ -23,6 +23,7 @@ from duoka.errors import (
     PlacementError,
     ProofError,
 )
+from duoka.runtime import devices
 
 from .conftest import LOAD, REMOTE, TWO, everything, ids
 
@@ -223,3 +224,28 @@ def test_a_loaded_plan_runs_remote_code_only_when_asked_for(
         duoka.errors.FormatError, match="has changed since the plan was made; different"
     ):
         duoka.load(plan, trust_remote_code=True)
+
+
+def test_generate_takes_what_is_forecast(tmp_path: Path) -> None:
+    # A vocabulary that is large beside the layers: choosing a token takes most.
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=100_000,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    workload = duoka.Workload(batch=16, prompt_tokens=20, new_tokens=6, dtype="float32")
+    plan = duoka.plan(tmp_path, "virtual:1GiB", workload)
+    loaded = duoka.load(plan)
+    prompts = torch.full((16, 20), 2, device="vgpu:0")
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.9}
+    loaded.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=6, **sampling)
+    (forecast,), measured = plan.forecast.devices, devices.peak_bytes("vgpu:0")
+    assert measured is not None
+    assert forecast.reserved_bytes == measured.reserved_bytes
+    # The token ids of the prompts are not counted.
+    assert 0 <= measured.allocated_bytes - forecast.allocated_bytes < 20_000
