@@ -74,17 +74,20 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
 
 
 def _leave_to_the_night(items: list[pytest.Function]) -> None:
-    """Mark tests of `turns.NIGHTLY`, and slow cases of a test whose turn it isn't."""
+    """Mark tests of `turns.NIGHTLY`, and slow tests and slow cases whose turn it isn't."""
     others = []
     for item in items:
         if item.nodeid in turns.NIGHTLY:
             item.add_marker("nightly")
         elif item.get_closest_marker("slow"):
             others.append(item)
-    for cases in _cases(others):
-        due = turns.in_turn(cases, min(turns.PARTS, len(cases)))
-        for item in set(cases).difference(due):
-            item.add_marker("nightly")
+    tests = list(_cases(others))
+    due = set(turns.in_turn([cases[0] for cases in tests if len(cases) == 1], turns.HALVES))
+    for cases in tests:
+        if len(cases) > 1:
+            due.update(turns.in_turn(cases, min(turns.PARTS, len(cases))))
+    for item in {item for cases in tests for item in cases} - due:
+        item.add_marker("nightly")
 
 
 def _leave_out_of_the_quick_run(items: list[pytest.Function]) -> None:

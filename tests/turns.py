@@ -1,9 +1,10 @@
 """What one commit tests, and what it leaves to `make nightly`.
 
-Two things go by turn: the rare families of transformers, a sixth each time, and the cases of a
-parametrized test that are marked slow, a sixth and at least one. The commit's hash selects one of
-six turns, so a commit always tests the same. DUOKA_TURN=k selects turn k, and DUOKA_TURN=all, which
-`make nightly` sets, tests all. A few tests that take minutes are for the night alone (NIGHTLY).
+Three things go by turn: the rare families of transformers, a sixth each time; the cases of a
+parametrized test that are marked slow, a sixth and at least one; and the other slow tests, a half.
+The commit's hash selects one of six turns, so a commit always tests the same. DUOKA_TURN=k selects
+turn k, and DUOKA_TURN=all, which `make nightly` sets, tests all. A few tests that take minutes are
+for the night alone (NIGHTLY).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-PARTS = 6
+PARTS, HALVES = 6, 2
 VARIABLE = "DUOKA_TURN"
 
 Case = TypeVar("Case")
