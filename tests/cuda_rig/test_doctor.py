@@ -65,4 +65,4 @@ def test_a_card_that_this_torch_has_no_kernels_for(capsys: pytest.CaptureFixture
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
     (finding,) = checks["torch"]["findings"]  # of both GPUs
     assert "has compute capability 5.0, and this torch has kernels for" in finding["text"]
-    assert checks["copies"]["findings"][-1]["text"].startswith("copies are right between 2 ordered")
+    assert checks["copies"]["findings"][-1]["text"].startswith("copies arrive intact in 2 dir")

@@ -259,8 +259,7 @@ def test_every_difference_is_told_at_once(detected: Plan) -> None:
     assert "cuda:1 RTX 3060 GPU-b has 10.00 MiB available" in told
     assert told.endswith("are missing")
     assert str(caught.value.hint).splitlines() == [
-        "use --replan to make a new plan for the current state",
-        "here are",
+        "plan for the GPUs of this machine: omit --gpus, or use --replan with a saved plan",
         "  cuda:0  GPU-b  has a budget of 10.00 MiB",
         "  cuda:1  GPU-x  has a budget of 500.00 MiB",
     ]
@@ -319,6 +318,6 @@ def test_a_smaller_card_than_the_declared_one(monkeypatch: pytest.MonkeyPatch) -
 
 def test_another_checkpoint_is_refused(plan: Plan) -> None:
     plan.refuse_other(plan.fingerprint, "glm")
-    with pytest.raises(FormatError, match="glm has changed since the plan was made") as caught:
+    with pytest.raises(FormatError, match="glm is not the checkpoint of the plan, or has changed") as caught:
         plan.refuse_other("another", "glm")
     assert "--replan" in str(caught.value.hint)

@@ -285,8 +285,8 @@ def _print_summary(service: Service, url: str) -> None:
         assert ready is not None, "it is ready"
         num_whole = min(ready.sequences, ready.pages * ready.page_tokens // ready.context_tokens)
         note(
-            f"{service.model} on {', '.join(plan.devices)}: {ready.sequences} requests at once, "
-            f"{num_whole} of them where each has all of its {ready.context_tokens:,} tokens"
+            f"{service.model} on {', '.join(plan.devices)}: up to {ready.sequences} concurrent "
+            f"requests; {num_whole} if each uses the full context of {ready.context_tokens:,} tokens"
         )
     _show_address(url, service.model, has_key=service.has_key)
 

@@ -32,7 +32,7 @@ from .request import PlanRequest
 _FORMAT = "duoka.plan"
 _VERSION = 7
 _MAX_BYTES = 64 * 2**20
-_REPLAN = "use --replan to make a new plan for the current state"
+_REPLAN = "plan for the GPUs of this machine: omit --gpus, or use --replan with a saved plan"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -204,8 +204,8 @@ class Plan:
         if fingerprint != self.fingerprint:
             differ = ", ".join(differences(self.fingerprint, fingerprint))
             raise FormatError(
-                f"{source} has changed since the plan was made; different: {differ}",
-                hint=_REPLAN,
+                f"{source} is not the checkpoint of the plan, or has changed; different: {differ}",
+                hint="use that checkpoint, or --replan to make a new plan",
             )
 
     def on_this_machine(self) -> Plan:
@@ -250,7 +250,7 @@ class Plan:
             )
             raise FleetError(
                 f"the plan doesn't fit the GPUs of this machine: {'; '.join(problems)}",
-                hint="\n".join([_REPLAN, "here are", *lines]),
+                hint="\n".join([_REPLAN, *lines]),
             )
         now = {name: device for name, device in devices.items() if device is not None}
         return self.move_to(now)

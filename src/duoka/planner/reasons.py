@@ -25,7 +25,7 @@ _SENTENCES = {
     "one-gpu": "One GPU is enough: {first} holds the whole model.",
     "gpus": "{used} of {gpus} GPUs are needed: {fewer} the workload{condition}.",
     "little-room": "Low headroom: {devices}{condition}.",
-    "balanced": "Every GPU is used; the smallest relative headroom is maximized.",
+    "balanced": "Every GPU is used; the smallest free share of a budget is maximized.",
     "sequential": "The GPUs are filled in the order given, each completely before the next.",
     "pins": "Pinned: {pins}.",
     "reserve": "{device} is not used; {size} of it were reserved.",

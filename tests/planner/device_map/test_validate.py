@@ -131,7 +131,7 @@ def test_missing_names_are_those_of_the_author(
 ) -> None:
     error = refused(without(*names, given=given))
     assert error.missing == missing
-    assert f"it has no device for: {', '.join(names)}" in str(error)
+    assert f"no device for: {', '.join(names)}" in str(error)
     assert error.completed == {**given, "head": 0}
 
 
@@ -165,7 +165,7 @@ def test_two_conventions_that_contradict_each_other() -> None:
     error = refused({**NATIVE, "p.enc.1": 0})
     assert error.doubled == ("m.layers.1", "p.enc.1")
     assert error.split == ()
-    assert "it assigns two devices to: m.layers.1, p.enc.1" in str(error)
+    assert "two devices for: m.layers.1, p.enc.1" in str(error)
     # Of one opinion they may be.
     assert placed({**NATIVE, "p.enc.1": 1}) == PLACED
 

@@ -198,14 +198,14 @@ class _Judge:
 
     def _message(self, faults: Faults) -> str:
         lines = [
-            ("has no device for", listed(runs(self._missing_modules()))),
-            ("has unknown names", listed(corrections(faults))),
-            ("assigns two devices to", listed(runs(faults.doubled))),
-            ("splits modules that must stay whole", listed(list(self._cuts()))),
-            ("assigns devices that can't be used", listed(self._no_devices(), "; ")),
+            ("no device for", listed(runs(self._missing_modules()))),
+            ("unknown names", listed(corrections(faults))),
+            ("two devices for", listed(runs(faults.doubled))),
+            ("split, but must stay whole", listed(list(self._cuts()))),
+            ("devices that can't be used", listed(self._no_devices(), "; ")),
         ]
-        faulty = "\n".join(f"  it {verb}: {names}" for verb, names in lines if names)
-        return f"the device map doesn't place {self.outline.model}:\n{faulty}"
+        faulty = "\n".join(f"  {fault}: {names}" for fault, names in lines if names)
+        return f"the device map is not valid for {self.outline.model}:\n{faulty}"
 
     def _missing_modules(self) -> Iterator[str]:
         """Yield missing names, with a single name for a module without any entry."""

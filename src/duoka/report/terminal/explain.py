@@ -64,7 +64,7 @@ def describe_objective(explanation: Explanation) -> Iterator[str]:
     yield f"Objective: {objective} ({_AIMS[objective].format(work=explanation.work)})."
     unit = "" if objective in ("latency", "throughput") else " of headroom"
     room = " with the recommended headroom" if explanation.leaves_room and num > 1 else ""
-    proof = f"{where} no placement{room} {beyond} {bound}, the proved bound"
+    proof = f"proved bound: {where} no placement{room} {beyond} {bound}"
     yield f"{who} {verb} {reached}{unit}; {proof}."
 
 
@@ -131,7 +131,7 @@ def _describe_gain(change: BoundaryMove) -> str:
 def _trouble(share: Share, memory: str, device: str) -> str:
     if share.is_fragmented:
         return f"{memory} would exceed its budget"
-    return f"{device} would have too little headroom" if share.is_tight else ""
+    return f"{device} would have less than the recommended headroom" if share.is_tight else ""
 
 
 def _judgement(change: BoundaryMove, explanation: Explanation) -> str:

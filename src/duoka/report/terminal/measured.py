@@ -22,8 +22,8 @@ def render_measured(plan: Plan, measured: Measured) -> RenderableType:
 
 def _measured_parts(plan: Plan, measured: Measured) -> Iterator[RenderableType]:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("peak of")
-    for name in ("allocated, measured", "forecast", "reserved, measured", "forecast"):
+    table.add_column("device")
+    for name in ("allocated peak", "forecast", "reserved peak", "forecast"):
         table.add_column(name, justify="right")
     for peaks, stage in measured.beside(plan.forecast):
         sizes = (

@@ -291,7 +291,7 @@ def plan_title(plan: Plan) -> tuple[str, str]:
 def plan_facts(plan: Plan) -> Iterator[str]:
     """Yield the parts of the request in short words."""
     yield from workload_facts(plan.workload)
-    yield _CHOSEN.get(plan.objective, f"for {plan.objective}")
+    yield _CHOSEN.get(plan.objective, f"objective: {plan.objective}")
     if any(map(is_tight, plan.forecast.devices)):
         yield "low headroom"
 

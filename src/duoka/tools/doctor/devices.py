@@ -121,8 +121,8 @@ def check_copies(facts: Facts) -> Iterator[Finding]:
         times = [outcome["latency_seconds"] * 1e6 for outcome in sound.values()]
         direct = sum(outcome["direct"] for outcome in sound.values())
         text = (
-            f"copies are right between {format_count(len(sound), 'ordered pair')} ({direct} "
-            f"directly): {_range(rates)} GB/s, {_range(times)} µs"
+            f"copies arrive intact in {format_count(len(sound), 'direction')} ({direct} "
+            f"peer-to-peer): {_range(rates)} GB/s, {_range(times)} µs"
         )
         yield Finding("ok", text, figures={"pairs": sound})
 

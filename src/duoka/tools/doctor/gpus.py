@@ -114,7 +114,7 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
         if texts:
             used = sum(process.used_bytes or 0 for process in gpu.processes)
             severity: Severity = "warning" if used > _MUCH_MEMORY * total else "note"
-            advice = "end it, or exclude the GPU"
+            advice = "end the process, or leave the GPU out of --gpus"
             yield Finding(severity, f"GPU {gpu.index}: {join_names(texts)}", meaning, advice)
         elif total and not gpu.is_mig and total - free > _UNSEEN_BYTES:
             text = f"GPU {gpu.index}: unknown processes use {format_bytes(total - free)}"
