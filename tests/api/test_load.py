@@ -220,9 +220,7 @@ def test_a_loaded_plan_runs_remote_code_only_when_asked_for(
     loaded = duoka.load(plan, trust_remote_code=True)
     assert type(loaded).__name__ == "PebbleForCausalLM"
     (remote / "pebble.py").write_text(REMOTE + "# changed\n")
-    with pytest.raises(
-        duoka.errors.FormatError, match="or has changed; different"
-    ):
+    with pytest.raises(duoka.errors.FormatError, match="or has changed; different"):
         duoka.load(plan, trust_remote_code=True)
 
 

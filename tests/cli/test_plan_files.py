@@ -186,7 +186,7 @@ def test_a_plan_from_another_machine_tells_what_is_here(
     done = program("generate", "--plan", saved, "-p", "hello")
     assert (done.returncode, done.stdout) == (3, "")
     assert f"cuda:1 NVIDIA GeForce RTX 3090 {there.uuid} is missing" in done.stderr
-    assert "use --replan to make a new plan for the current state" in done.stderr
+    assert "or use --replan with a saved plan" in done.stderr
     assert f"cuda:0  NVIDIA GeForce RTX 4090  {recording.uuids[1]}  has a budget of" in done.stderr
 
 

@@ -283,10 +283,11 @@ def _print_summary(service: Service, url: str) -> None:
     for engine in engines:
         ready, plan = engine.capacity, engine.settings.plan
         assert ready is not None, "it is ready"
-        num_whole = min(ready.sequences, ready.pages * ready.page_tokens // ready.context_tokens)
+        num_full = min(ready.sequences, ready.pages * ready.page_tokens // ready.context_tokens)
+        tokens = f"{ready.context_tokens:,} tokens"
         note(
             f"{service.model} on {', '.join(plan.devices)}: up to {ready.sequences} concurrent "
-            f"requests; {num_whole} if each uses the full context of {ready.context_tokens:,} tokens"
+            f"requests; {num_full} if each uses the full context of {tokens}"
         )
     _show_address(url, service.model, has_key=service.has_key)
 

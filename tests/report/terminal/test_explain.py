@@ -76,8 +76,8 @@ def test_every_reason_has_its_numbers(width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
     words = " ".join(text.split())
     for wanted in (
-        "The tightest, cuda:0, has 317.44 MiB of headroom; on 2 GPUs no placement leaves more "
-        "headroom than 317.44 MiB",
+        "The tightest, cuda:0, has 317.44 MiB of headroom; proved bound: on 2 GPUs no "
+        "placement leaves more headroom than 317.44 MiB",
         "2 GPUs and not 1: on the largest one, cuda:0, at least 10.00 GiB are missing.",
         "cuda:1 has layers.24-39, lm_head",
         "No fewer modules: layers.24 would go to cuda:0, which has 317.44 MiB of headroom and "
@@ -107,7 +107,7 @@ def test_fragmentation_is_no_number() -> None:
 
 def test_a_step_of_training_is_no_request() -> None:
     step = replace(EXPLANATION, work="step", objective="latency", value=2.5, bound=2.5)
-    assert "A step takes 2.50 s; on 2 GPUs no placement takes less" in " ".join(
+    assert "A step takes 2.50 s; proved bound: on 2 GPUs no placement takes less" in " ".join(
         printed(step).split()
     )
 
