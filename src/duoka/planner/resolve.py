@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -13,7 +13,7 @@ from duoka.checkpoint.adapters import native_targets
 from duoka.checkpoint.architecture import refuse_images, refuse_unbuildable
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
-from duoka.errors import InfeasibleError, ModelError, UsageError
+from duoka.errors import InfeasibleError, ModelError, UsageError, WayOut
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Training, Workload, with_quantization
 
@@ -49,11 +49,18 @@ def answer(
             return replace(plan, request=request)
         if not suggest:
             raise
-        say("searching suggestions")
+        say(f"{error}; searching suggestions")  # which takes longer than this answer
         search = SuggestionSearch(profile, problem, profile_for, request)
         layers = profile.outline.joined_layers
         because = "" if layers is None else f"; {joined_note(layers)}"
-        raise error.with_ways_out(search.run(), because) from None
+        raise error.with_ways_out(_announced(search.run()), because) from None
+
+
+def _announced(ways: Iterable[WayOut]) -> Iterator[WayOut]:
+    """Yield suggestions, and report each as it is found."""
+    for way in ways:
+        say(f"found: {way.text}")
+        yield way
 
 
 def _plan_in_parts(profile: Profile, problem: PlanProblem, profile_for: ProfileFor) -> Plan | None:
