@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 PROGRESS = re.compile(
-    r"^(reading the checkpoint|importing torch|planning|\S+ does not fit: .*; searching suggestions|found: .*"
+    r"^(reading the checkpoint|importing torch|planning"
+    r"|\S+ does not fit: .*; searching suggestions|found: .*"
     r"|tracing \S+( in training)?( with [\w ]+)? \(once; later plans use the cached profile\)"
     r"|running the model on virtual GPUs|proving the plan on virtual GPUs|reading the weights"
     r"|repairing, and proving it)\n",
