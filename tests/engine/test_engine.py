@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -99,6 +100,19 @@ def test_text_comes_piece_by_piece_and_async(engine: Engine) -> None:
         return "".join([piece async for piece in engine.submit("How are you?", params)])
 
     assert asyncio.run(listen()).strip() == stream.result().text
+
+
+def test_a_callback_may_submit_a_request(engine: Engine) -> None:
+    params = SamplingParams(max_new_tokens=3)
+    streams: SimpleQueue[Any] = SimpleQueue()
+
+    def on_event(event: Any) -> None:
+        if isinstance(event, Completion):
+            streams.put((event, engine.submit([5, 6, 7], params)))
+
+    engine.submit([5, 6, 7], params, on_event=on_event)
+    completion, stream = streams.get(timeout=60)
+    assert stream.result().tokens == completion.tokens
 
 
 def test_a_text_ends_the_answer_and_nothing_of_it_is_told(engine: Engine) -> None:

@@ -188,6 +188,11 @@ def test_a_new_result_takes_the_place_of_the_old(directory: RunDirectory) -> Non
         assert names(path) == ["old"]
     assert names(path) == ["new"]
     assert names(directory.path) == before
+    path.rename(directory.path / ".old-adapter")  # a process was killed here
+    with suppress(KeyboardInterrupt), directory.new_result("adapter"):
+        raise KeyboardInterrupt
+    assert names(path) == ["new"]
+    assert names(directory.path) == before
 
 
 # ── one process at a time ──

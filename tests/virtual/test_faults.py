@@ -104,6 +104,8 @@ def test_cpu_scalars_mix() -> None:
     assert (two * matrix(A)).sum().item() == 8
     assert matrix(A).mul_(two).sum().item() == 8
     assert torch.where(matrix(A) > 0, two, matrix(A)).sum().item() == 8
+    one = torch.tensor(1.0, device=A)
+    assert torch.where(one > 0, one, two).item() == 1
     assert matrix(A).masked_fill(matrix(A) > 0, two).sum().item() == 8
     assert torch.clamp(matrix(A), max=torch.tensor(0.5)).sum().item() == 2
 

@@ -174,7 +174,7 @@ class Engine:
         self._steps: deque[list[Chunk]] = deque()
         self._failed: deque[list[Chunk]] = deque()
         # Guards the scheduler; after a change the executor is woken.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a callback of a request may call the engine
         self._is_closed = False
         self.failure: Exception | None = None
         """The reason for which nothing is computed any more: a lost GPU or process."""
@@ -357,7 +357,7 @@ class Engine:
     #     other threads   Engine.submit: queue the sequence under the lock, wake ─┐
     #     this thread     submit steps → wait for a step's end, or to be woken ◀──┘ → take result
     #
-    # `on_event` is called under the lock: a callback that calls the engine would wait for itself.
+    # `on_event` is called under the lock, which is reentrant: a callback may submit a request.
     def _work(self, started: Future[None]) -> None:
         executor = self._executor
         try:

@@ -165,6 +165,9 @@ class RunDirectory:
     def new_result(self, name: str) -> Iterator[Path]:
         """Yield the path of a new result, which replaces an earlier one at the end."""
         path, place, old = (self.path / f"{prefix}{name}" for prefix in ("", ".new-", ".old-"))
+        with name_write_errors(path, _ROOM):
+            if old.exists() and not path.exists():  # killed between the two renames below
+                old.rename(path)
         for leftover in (place, old):  # of a process that was killed
             shutil.rmtree(leftover, ignore_errors=True)
         yield place

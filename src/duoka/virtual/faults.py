@@ -85,8 +85,8 @@ def check_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
             and (name == "where" or (scalars_pass and tensor.device.type == "cpu"))
         )
     ]
-    _, base = checked_tensors[0]
     for argument, tensor in checked_tensors[1:]:
+        _, base = checked_tensors[0]
         if not _on_same_device(base, tensor):
             text = _text(func, name, argument, base, tensor)
             raise _mixed(text, func, checked_tensors, written)

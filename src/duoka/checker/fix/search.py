@@ -106,7 +106,9 @@ class FixSearch:
             if not any(choice.candidate for choice in choices):
                 self.late = ()
                 return
-            self._run_round(choices, sources)
+            postponed = self._run_round(choices, sources)
+            # Their faults are found again, and are taken up in the next round.
+            self.choices = [choice for choice in self.choices if choice not in postponed]
             self.late = [
                 fault
                 for fault in self.report.faults
@@ -118,8 +120,10 @@ class FixSearch:
             if not self.late or self._max_checks <= 0:
                 return
 
-    def _run_round(self, choices: Sequence[CandidateSearch], sources: Sources) -> None:
-        """Advance candidates until no fixable fault is left."""
+    def _run_round(
+        self, choices: Sequence[CandidateSearch], sources: Sources
+    ) -> Sequence[CandidateSearch]:
+        """Advance candidates until no fixable fault is left; return those not in the draft."""
         base, first_stop = self.draft, self.report.stop
         while True:
             self.draft, postponed = _drafted(choices, base)
@@ -140,10 +144,10 @@ class FixSearch:
             for choice in failed:
                 choice.next(is_last=self._max_checks <= 0)
             if failed and self._max_checks <= 0:
-                self.draft, _ = _drafted(choices, base)
+                self.draft, postponed = _drafted(choices, base)
                 self.report = self._check(self.draft)
             if not failed or self._max_checks <= 0:
-                return
+                return postponed
 
     def _is_left(self, choice: CandidateSearch, faults: Iterable[Fault], sources: Sources) -> bool:
         """Return True if a search's fault is still in the draft."""

@@ -196,8 +196,8 @@ class Stepper(GenerateCaller):
         elif self._brings_cache:
             arguments = self.model._update_model_kwargs_for_generation(outputs, {})
             self._next_arguments = {k: v for k, v in arguments.items() if k not in CACHE_NAMES}
-        # `generate` drops its outputs, all logits included, when the token is chosen; and until then
-        # it holds the scores and the probabilities that the token before was chosen from.
+        # `generate` drops its outputs, all logits included, when the token is chosen; and until
+        # then it holds the scores and the probabilities that the token before was chosen from.
         held = [torch.empty_like(logits) for _ in range(2)] if self.past else []
         _sample(logits)
         del held, outputs
