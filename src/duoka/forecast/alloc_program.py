@@ -113,8 +113,8 @@ class StageCompiler:
         alive: dict[Key, int] | None = None
         while order:
             block, order = order[0], order[1:]
-            # A block of another stage allocates nothing here. But it may free a tensor of which this
-            # stage has a copy: dispatch keeps a copy as long as its source.
+            # A block of another stage allocates nothing here. But it may free a tensor copied to
+            # this stage: dispatch keeps a copy as long as its source.
             if block not in self.blocks:
                 alive = None
                 for ref in self.events.foreign_frees(block, self.step):
@@ -259,8 +259,8 @@ class StageCompiler:
     def _copy_inputs(self, block: int) -> None:
         """Allocate copies of the block's inputs from other devices, unless there is a copy."""
         for key, size, detour in self._read_from_elsewhere(block):
-            # Dispatch reuses a copy only for the same source object. A mask that comes directly from
-            # cuda:2 and also by way of cuda:0 is two source objects, so there are two copies.
+            # Dispatch reuses a copy only for the same source object. A mask that comes from cuda:2
+            # directly and also by way of cuda:0 is two source objects, so there are two copies.
             if detour:
                 copies = self._detour_copies.setdefault(key, {})
                 if detour not in copies:

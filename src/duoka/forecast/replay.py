@@ -138,9 +138,9 @@ class Replay(AllocEvents):
             return _ends(keys)
         if not keys or len(keys) * self._num_events(keys[-1]) <= _MOST_EVENTS:
             return keys
-        # Every step allocates a longer cache tensor, which needs a segment of another size only when
-        # its size class changes. A tensor that grows through 8, 9, 10, 11, 12, 13 MiB needs segments
-        # of 20, 20, 10, 12, 12, 14 MiB: the lengths at 10, 11 and 13 MiB are replayed.
+        # Every step allocates a longer cache tensor, which needs a segment of another size only if
+        # its size class changes. A tensor that grows from 8 to 13 MiB in steps of 1 MiB needs
+        # segments of 20, 20, 10, 12, 12, 14 MiB: the lengths at 10, 11 and 13 MiB are replayed.
         chosen_lengths = {*_ends(keys)}
         rules = {
             trace.sizes[index]
@@ -242,7 +242,7 @@ class StageRun:
         )
 
     def run_pass(self, step: int, saved: Sequence[Held] = ()) -> list[Held]:
-        """Run a pass and return the memory blocks saved for its backward pass, its later `saved`."""
+        """Run a pass, and return the blocks to pass as `saved` to its backward pass."""
         replay = self.replay
         is_backward = replay.is_backward(step)
         workspace = 0 if is_backward in self._has_workspace else replay.workspace_bytes

@@ -118,7 +118,7 @@ class TrainingReplay(Replay):
         #
         #   made by               freed in the backward pass of    after the forward pass
         #   a block of the stage  one of the stage                 stays, saved
-        #   a block of the stage  none                             stays until its backward pass ends
+        #   a block of the stage  none                             stays to its backward pass's end
         #   a block of the stage  another stage's, which has       freed
         #                         saved a copy of its own
         #   another stage         any; a block here reads it       stays: this copy is saved
