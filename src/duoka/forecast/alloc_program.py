@@ -185,9 +185,9 @@ class StageCompiler:
 
     def release(self, key: Key) -> None:
         """Free an allocation of this key and its copies, if live."""
-        slot = self.alive.pop(key, None)
-        if slot is not None:
-            self._code.extend((slot, FREE, False))
+        register = self.alive.pop(key, None)
+        if register is not None:
+            self._code.extend((register, FREE, False))
         if self._detour_copies:
             for copy in self._detour_copies.pop(key, {}).values():
                 self._code.extend((copy, FREE, False))
@@ -294,15 +294,15 @@ class StageCompiler:
         starts = self.events.profile.blocks[block].inside
         if not starts or self.device_of is None:
             return ()
-        at = self.device_of
+        device_of = self.device_of
         # A tensor made before a container is an argument of the container: dispatch first copies
         # the tensor to the container's first block.
         path = [
-            at[max(maker, 0)],
-            *(at[start] for start in starts if start > maker),
+            device_of[max(maker, 0)],
+            *(device_of[start] for start in starts if start > maker),
         ]
         # Repeated devices count once; the block's own device at the end is no detour.
         hops = [device for device, _ in itertools.groupby(path)]
-        while hops and hops[-1] == at[block]:
+        while hops and hops[-1] == device_of[block]:
             hops.pop()
         return tuple(hops[1:])

@@ -77,7 +77,7 @@ class Costs:
         self.room: Room | None = None
         self._growth: Growth | None = None
         # Stages that leave less than the room free: at the end or already where the replay paused.
-        self._narrow: set[tuple[tuple[int, ...], int]] = set()
+        self._excluded: set[tuple[tuple[int, ...], int]] = set()
         self.num_blocks = len(self._chain)
         self._bounds: dict[int, Ints] = {}
         self.lower_bound_bytes = cache.bounds(profile, workload, lambda: self.bounds_at(1))
@@ -85,10 +85,10 @@ class Costs:
 
     def leaving(self, room: Room) -> Costs:
         """Return costs for which stages must leave `room` of each budget free."""
-        # A shallow copy: replays, peaks and bounds are shared, and `_narrow` depends on the room.
-        roomy = copy(self)
-        roomy.room, roomy._narrow = room, set()
-        return roomy
+        # A shallow copy: replays, peaks and bounds are shared, and `_excluded` depends on the room.
+        costs = copy(self)
+        costs.room, costs._excluded = room, set()
+        return costs
 
     def usable_bytes(self, budget_bytes: int) -> int:
         """Return the bytes of a budget that a stage may reserve."""
@@ -185,7 +185,7 @@ class Costs:
         """Replay a stage on a device of this budget; return the peaks, None if it doesn't fit."""
         blocks = self.blocks_of(start, stop)
         key = (self._signature(blocks, place), budget_bytes)
-        if key in self._narrow:
+        if key in self._excluded:
             return None
         if key not in self._peaks:
             # If room must stay free, a replay pauses once it reserves more than the usable bytes:
@@ -194,7 +194,7 @@ class Costs:
             replay, usable = self._replay_at(place), self.usable_bytes(budget_bytes)
             peaks = replay.run(blocks, budget_bytes, usable_bytes=usable)
             if replay.is_paused(blocks, budget_bytes):
-                self._narrow.add(key)
+                self._excluded.add(key)
                 return None
             self._peaks[key] = peaks
         return self._with_room(self._peaks[key], budget_bytes)
@@ -209,13 +209,13 @@ class Costs:
         """
         blocks = self.blocks_of(start, stop)
         peaks = self._replay_at(1).run(blocks, budget_bytes, device_of=device_of)
-        roomy = self._with_room(peaks, budget_bytes)
-        if roomy is None:
+        fitting = self._with_room(peaks, budget_bytes)
+        if fitting is None:
             key = (self._signature(blocks, 1), budget_bytes)
             if peaks is None:
                 self._peaks[key] = None
-            self._narrow.add(key)
-        return roomy
+            self._excluded.add(key)
+        return fitting
 
     def _with_room(self, peaks: StageBytes | None, budget_bytes: int) -> StageBytes | None:
         """Return the peaks, or None if the stage reserves more than the usable bytes."""
@@ -245,13 +245,14 @@ class Costs:
         """
         if not self.workload.is_paged or self.workload.pages is not None:
             return None
-        profile, place = self.profile, SERVING_MONOMIALS.index("g")
+        profile, index = self.profile, SERVING_MONOMIALS.index("g")
         start = next(n for n, regime in enumerate(profile.regimes) if regime.phase == "start")
+        # The coefficient of "g", the number of pages, is the bytes of a page in an allocation.
         of_kind = []
         for kind in profile.kinds:
             trace = kind.traces[start]
             rules = [trace.sizes[number] for number in trace.retained]
-            of_kind.append(sum(round(rule[place]) for rule in rules if len(rule) > place))
+            of_kind.append(sum(round(rule[index]) for rule in rules if len(rule) > index))
         kinds = [[profile.blocks[block].kind for block in blocks] for blocks in self.places]
         return np.asarray(sum_ranges([sum(of_kind[kind] for kind in row) for row in kinds]))
 

@@ -101,16 +101,16 @@ class PlainMemory:
     ) -> list[Held]:
         """Run a program's code with `inputs` in its first registers; return the blocks in `out`."""
         requests = array("q", sizes)
-        slots: dict[int, Held] = {
-            slot: block for slot, block in enumerate(inputs) if block is not None
+        registers: dict[int, Held] = {
+            register: block for register, block in enumerate(inputs) if block is not None
         }
-        moves = iter(array("q", program))
-        for slot, index, is_cached in zip(moves, moves, moves, strict=True):
+        code = iter(array("q", program))
+        for register, index, is_cached in zip(code, code, code, strict=True):
             if index != FREE:
-                slots[slot] = self.hold(requests[index], bool(is_cached))
-            elif slot in slots:
-                self.release(slots.pop(slot), bool(is_cached))
-        return [slots[slot] for slot in out]
+                registers[register] = self.hold(requests[index], bool(is_cached))
+            elif register in registers:
+                self.release(registers.pop(register), bool(is_cached))
+        return [registers[register] for register in out]
 
     def free_blocks(self) -> tuple[Hashable, Hashable]:
         """Return the free blocks of the small and the large pool, for comparison.

@@ -158,7 +158,7 @@ class LatencyModel:
         self._steps: list[ForecastStep] = [step for step, _, _ in weighted]
         self._weights = np.array([weights for _, *weights in weighted]).T  # [2, steps]
         self._values = np.array([step.values for step in self._steps], np.float64)
-        self._known: dict[tuple[object, ...], Floats] = {}
+        self._place_seconds: dict[tuple[object, ...], Floats] = {}
         self._work = {kind: self._work_of(kind) for kind in self._kinds()}
         kinds = [block.kind for block in self._profile.blocks]
         # The tensors sent over a cut depend on the kinds of the two blocks at the cut: the first
@@ -174,17 +174,17 @@ class LatencyModel:
         """[(prefill, decode), places]: seconds on a device; None if a speed of it is unknown."""
         is_measured = device.name.startswith("cuda"), "launch_seconds" in device.measured
         key = (*device.speeds, device.host_bytes_per_second, is_measured)
-        if key not in self._known:
+        if key not in self._place_seconds:
             by_kind = self._kinds_on(device)
             if by_kind is None:
                 return None
             kinds = {kind: self._weights @ seconds for kind, seconds in by_kind.items()}
             blocks = self._profile.blocks
-            self._known[key] = np.array(
+            self._place_seconds[key] = np.array(
                 [sum(kinds[blocks[block].kind] for block in place) for place in self._places]
             ).T
-            self._known[key][0] += self._updates_on(device)
-        return self._known[key]
+            self._place_seconds[key][0] += self._updates_on(device)
+        return self._place_seconds[key]
 
     def _kinds_on(self, device: Device) -> dict[int, Floats] | None:
         """Return the seconds of each kind of block, [steps]; None if a speed is unknown."""
@@ -245,17 +245,17 @@ class LatencyModel:
             if times is None:
                 return None
             prefill, decode = times[:, start:stop].sum(axis=1)
-            ways = np.zeros(2)
+            transfers = np.zeros(2)
             if previous_device is not None:
                 sizes, numbers = self.boundary_bytes[:, start], self.boundary_transfers[:, start]
-                ways = crossing(fleet, previous_device, name, sizes, numbers)
+                transfers = crossing(fleet, previous_device, name, sizes, numbers)
             stage_seconds.append(
                 StageSeconds(
                     device=name,
                     prefill_seconds=float(prefill),
                     decode_seconds=float(decode),
-                    prefill_transfer_seconds=float(ways[0]),
-                    decode_transfer_seconds=float(ways[1]),
+                    prefill_transfer_seconds=float(transfers[0]),
+                    decode_transfer_seconds=float(transfers[1]),
                 )
             )
             previous_device = name

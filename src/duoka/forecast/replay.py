@@ -116,7 +116,7 @@ class Replay(AllocEvents):
 
     def _schedule(self) -> list[ForecastStep]:
         chunks = self.workload.chunks()
-        steps = [self.step_over(*chunk) for chunk in (_ends(chunks) if self.brief else chunks)]
+        steps = [self.step_over(*chunk) for chunk in (_take_ends(chunks) if self.brief else chunks)]
         if encoding := self.encoding_steps():
             steps = [*encoding, *steps, self._step("release", 0, 0)]
         keys = range(self.workload.prompt_tokens + 1, self.workload.context_tokens)
@@ -135,13 +135,13 @@ class Replay(AllocEvents):
     def _decode_lengths(self, keys: range) -> Sequence[int]:
         """Choose the lengths of the decode steps to replay."""
         if self.brief:
-            return _ends(keys)
+            return _take_ends(keys)
         if not keys or len(keys) * self._num_events(keys[-1]) <= _MOST_EVENTS:
             return keys
         # Every step allocates a longer cache tensor, which needs a segment of another size only if
         # its size class changes. A tensor that grows from 8 to 13 MiB in steps of 1 MiB needs
         # segments of 20, 20, 10, 12, 12, 14 MiB: the lengths at 10, 11 and 13 MiB are replayed.
-        chosen_lengths = {*_ends(keys)}
+        chosen_lengths = {*_take_ends(keys)}
         rules = {
             trace.sizes[index]
             for kind in self.profile.kinds
@@ -278,6 +278,6 @@ def sample(items: Sequence[T]) -> list[tuple[T, float]]:
     return [(items[(start + stop) // 2], float(stop - start)) for start, stop in pairwise(ends)]
 
 
-def _ends(items: Sequence[T]) -> Sequence[T]:
+def _take_ends(items: Sequence[T]) -> Sequence[T]:
     """Return the first two and the last two items."""
     return items if len(items) <= 4 else [*items[:2], *items[-2:]]

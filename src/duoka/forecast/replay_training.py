@@ -76,28 +76,28 @@ class TrainingReplay(Replay):
         """Run all passes of one training step, leaving out repetitions."""
         # Warm-up: forward passes up to the limit. Steady state: a backward pass of the oldest
         # micro-batch, then a forward pass. Cool-down: the remaining backward passes.
-        limit, flying = self.in_flight, list[list[Held]]()
+        limit, pending = self.in_flight, list[list[Held]]()
         step = BACKWARD
         last_seen: dict[Any, int] = {}
         remaining = min(self.training.micro_batches, limit + _MOST_ROUNDS)
         while remaining:
-            if len(flying) == limit:
-                stage.run_pass(step, flying.pop(0))
+            if len(pending) == limit:
+                stage.run_pass(step, pending.pop(0))
                 step = ACCUMULATE
                 # Equal allocator states are followed by equal states. If the same state was seen
                 # with `period` more micro-batches remaining, whole periods of the rest can be left
                 # out. With equal states at 40 and 38 remaining, 38 % 2 = 0 still have to run.
-                state = _allocator_state(stage.memory, flying)
+                state = _allocator_state(stage.memory, pending)
                 period = last_seen.setdefault(state, remaining) - remaining
                 if period:
                     remaining %= period
                     last_seen.clear()
                     if not remaining:
                         break
-            flying.append(stage.run_pass(FORWARD))
+            pending.append(stage.run_pass(FORWARD))
             remaining -= 1
-        while flying:
-            stage.run_pass(step, flying.pop(0))
+        while pending:
+            stage.run_pass(step, pending.pop(0))
             step = ACCUMULATE
 
     def compile_pass(self, compiler: StageCompiler) -> None:

@@ -81,8 +81,8 @@ class StepSeconds:
         """
         # (m + s - 1) / s * (a + p / m) is minimal at m = sqrt((s - 1) p / a). With s = 2 stages,
         # a = 10 ms and p = 90 ms, prompts in m = 1, 3 and 9 chunks take 100, 80 and 100 ms.
-        beside = self.fixed_seconds + self.token_seconds * num_answering
-        seconds = sqrt(beside * self.token_seconds * tokens / (num_stages - 1))
+        rest_seconds = self.fixed_seconds + self.token_seconds * num_answering
+        seconds = sqrt(rest_seconds * self.token_seconds * tokens / (num_stages - 1))
         per_token = self.token_seconds + self.pair_seconds * past
         return round(seconds / per_token) if per_token else tokens
 
@@ -99,7 +99,7 @@ def step_seconds(
 
     def seconds_at(prompt_tokens: int) -> float | None:
         """Return the seconds of a prompt, prefilled in chunks of the largest step size."""
-        at = replace(
+        prompt_workload = replace(
             workload,
             batch=1,
             prompt_tokens=prompt_tokens,
@@ -107,7 +107,7 @@ def step_seconds(
             prefill_chunk_tokens=size,
             pages=None,
         )
-        model = LatencyModel(ServingReplay(profile, at, brief=True), places)
+        model = LatencyModel(ServingReplay(profile, prompt_workload, brief=True), places)
         seconds = model.seconds_of(stages, fleet)
         return None if seconds is None else seconds.first_token_seconds
 
@@ -139,8 +139,8 @@ def serving_speeds(
 
     def seconds_at(requests: int) -> Seconds | None:
         """Return the seconds of decoding for so many requests."""
-        at = replace(workload, batch=requests, prompt_tokens=half, new_tokens=2, pages=None)
-        replay = ServingReplay(profile, at, brief=True)
+        load = replace(workload, batch=requests, prompt_tokens=half, new_tokens=2, pages=None)
+        replay = ServingReplay(profile, load, brief=True)
         return LatencyModel(replay, places).seconds_of(stages, fleet)
 
     numbers = {workload.batch, *(n for n in _LOADS if n < workload.batch)}

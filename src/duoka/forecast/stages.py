@@ -230,11 +230,11 @@ class Growth:
         largest, grown = np.zeros(len(regimes)), np.zeros((len(kinds), len(regimes) + 1), np.int64)
         sizes = dict[tuple[int, int], NDArray[np.int64]]()
         for kind, regime in itertools.product(range(len(kinds)), {*regimes.tolist()}):
-            trace, at = kinds[kind].traces[regime], regimes == regime
+            trace, mask = kinds[kind].traces[regime], regimes == regime
             rules = rules_of([*trace.sizes, *(read.size for read in trace.reads)])
             values = [step.values for step in replay.steps if step.regime == regime]
             sizes[kind, regime] = evaluate_all(rules, np.array(values).T)
-            largest[at] = np.maximum(largest[at], sizes[kind, regime].max(axis=0, initial=0))
+            largest[mask] = np.maximum(largest[mask], sizes[kind, regime].max(axis=0, initial=0))
         # Segments up to 20 MiB, or as large as the workspace, may exist before the first step.
         least_segment = segment_bytes(max(LARGE_REQUEST_BYTES - 1, replay.workspace_bytes))
         segments = -(-largest // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
@@ -242,10 +242,10 @@ class Growth:
         # Of the tensors live at an allocation, [allocations, tensors], each one larger than any
         # segment so far, [tensors, steps], needs a segment of its own.
         for (kind, regime), of_step in sizes.items():
-            at, alive = regimes == regime, _alive(kinds[kind].traces[regime])
-            large = np.where(of_step > self._largest_segments[:-1][at], of_step, 0)[: len(alive)]
+            mask, alive = regimes == regime, _alive(kinds[kind].traces[regime])
+            large = np.where(of_step > self._largest_segments[:-1][mask], of_step, 0)[: len(alive)]
             is_large = large.any(axis=1)
-            grown[kind, 1:][at] = (alive[:, is_large] @ large[is_large]).max(axis=0, initial=0)
+            grown[kind, 1:][mask] = (alive[:, is_large] @ large[is_large]).max(axis=0, initial=0)
         self._grown_bytes = np.cumsum(grown, axis=1)
 
     def bounds(self, room_bytes: int) -> NDArray[np.int64]:

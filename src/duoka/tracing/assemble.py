@@ -70,8 +70,8 @@ def as_profile(
             weight_bytes=weights[index], traces=tuple(traces[index] for _, traces in regimes)
         )
         number = kinds.setdefault(kind, len(kinds))
-        at = ties.get(caller_at, caller_at)
-        tied_to = at if group == CALLER else ties.get(index, group.returns_to)
+        caller_block = ties.get(caller_at, caller_at)
+        tied_to = caller_block if group == CALLER else ties.get(index, group.returns_to)
         blocks.append(
             ProfileBlock(
                 modules=group.names,
@@ -114,8 +114,8 @@ def weights_and_ties(
                 sizes[block].extend(part.nbytes for part in parts(tensor).values())
                 continue
             # Ties are transitive: a head may share its weight and its bias with different blocks.
-            mine, theirs = first_of[block_by_tensor[id(tensor)]], first_of[block]
-            low, high = min(mine, theirs), max(mine, theirs)
+            first_root, root = first_of[block_by_tensor[id(tensor)]], first_of[block]
+            low, high = min(first_root, root), max(first_root, root)
             first_of = [low if partner == high else partner for partner in first_of]
     ties = {block: partner for block, partner in enumerate(first_of) if partner != block}
     return [tuple(item) for item in sizes], ties

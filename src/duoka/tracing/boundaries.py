@@ -47,11 +47,11 @@ def replace_calls(model: nn.Module, replacements: Mapping[str, Replacement]) -> 
         for name, replacement in replacements.items():
             module = find_submodule(model, name)
             if module is not None:
-                _patch(module, replacement, patches)
+                _patch_forward(module, replacement, patches)
         yield
 
 
-def _patch(module: nn.Module, replacement: Replacement, patches: ExitStack) -> None:
+def _patch_forward(module: nn.Module, replacement: Replacement, patches: ExitStack) -> None:
     """Replace a module's forward until `patches` is closed."""
     own_forward, forward = vars(module).get("forward"), module.forward
 
@@ -110,7 +110,7 @@ class Moves(TorchFunctionMode, Generic[Place]):
     ) -> None:
         super().__init__()
         self._place_of = place_of
-        self._moved = note_move
+        self._note_move = note_move
         self._created = created
         # Device objects are kept alive, so that no later object gets the same `id`.
         self._read: dict[int, tuple[torch.device, Place]] = {}
@@ -125,7 +125,7 @@ class Moves(TorchFunctionMode, Generic[Place]):
         elif func is torch.Tensor.to:
             place = self._find_place((*args[1:], *kwargs.values()))
             if place is not None:
-                return self._moved(result, args[0], place)
+                return self._note_move(result, args[0], place)
         elif id(kwargs.get("device")) in self._read:
             self._created(result, self._read[id(kwargs["device"])][1])
         return result

@@ -133,29 +133,29 @@ def _replace_ids(
 ) -> _Resolved:
     """Replace the ids in a block's trace of step `number` by references."""
 
-    def ref(home: AllocId) -> Ref:
-        if home[0] != number:
-            slot = raw.slots.get(home)
+    def ref(storage: AllocId) -> Ref:
+        if storage[0] != number:
+            slot = raw.slots.get(storage)
             if slot is not None:
                 return Ref(origin="kept", index=slot)
-            back = block - home[1]
-            return Ref(origin="input", index=home[2] if back else 0, back=back)
-        if home[1] == block:
-            return Ref(origin="own", index=home[2])
+            back = block - storage[1]
+            return Ref(origin="input", index=storage[2] if back else 0, back=back)
+        if storage[1] == block:
+            return Ref(origin="own", index=storage[2])
         # A neighbour's allocation stays "earlier" even if distant blocks use it too: the trace may
         # stand for other blocks, where it means the allocation of their own neighbour.
-        if home[1:] in carried and abs(block - home[1]) > 1:
-            return Ref(origin="carried", index=carried[home[1:]])
-        return Ref(origin="earlier", index=home[2], back=block - home[1])
+        if storage[1:] in carried and abs(block - storage[1]) > 1:
+            return Ref(origin="carried", index=carried[storage[1:]])
+        return Ref(origin="earlier", index=storage[2], back=block - storage[1])
 
     reads: dict[Ref, int] = {}
-    for home, size in raw.reads.items():
-        reads[ref(home)] = reads.get(ref(home), 0) + size
-    live_through = {ref(home) for home in raw.live_through} - {
-        ref(home) for home in raw.reads.keys() - raw.live_through
+    for storage, size in raw.reads.items():
+        reads[ref(storage)] = reads.get(ref(storage), 0) + size
+    live_through = {ref(storage) for storage in raw.live_through} - {
+        ref(storage) for storage in raw.reads.keys() - raw.live_through
     }
     return _Resolved(
-        events=tuple(None if home is None else ref(home) for home in raw.events),
+        events=tuple(None if storage is None else ref(storage) for storage in raw.events),
         reads=tuple(reads),
         read_sizes=tuple(reads.values()),
         live_through=tuple(number for number, read in enumerate(reads) if read in live_through),
@@ -168,9 +168,9 @@ def _fit_block(
     """Fit rules to a block's recorded traces, which may differ in sizes and work only."""
     reference = resolved[0]
     for raw, sample_trace in zip(raws, resolved, strict=True):
-        did = (sample_trace.events, sample_trace.reads, sample_trace.live_through)
+        actions = (sample_trace.events, sample_trace.reads, sample_trace.live_through)
         end_state = (raw.retained, raw.matmul_at)
-        if did != (reference.events, reference.reads, reference.live_through) or end_state != (
+        if actions != (reference.events, reference.reads, reference.live_through) or end_state != (
             raws[0].retained,
             raws[0].matmul_at,
         ):

@@ -222,7 +222,7 @@ def module_signature(module: nn.Module) -> Any:
     """Return a hashable description of a module, without its weights' values and layer number."""
     settings: list[tuple[str, Any]] = []
     for name, value in sorted(vars(module).items()):
-        if name in _NOT_COMPARED or any(part in name for part in _NUMBERS):
+        if name in _NOT_COMPARED or any(part in name for part in _LAYER_NUMBERS):
             continue
         if isinstance(value, (str, int, float, bool, type(None), torch.dtype, torch.Size)):
             settings.append((name, value))
@@ -245,7 +245,7 @@ def module_signature(module: nn.Module) -> Any:
 
 
 _NOT_COMPARED = frozenset({"_parameters", "_buffers", "_modules", "forward"})
-_NUMBERS = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx")
+_LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx")
 
 
 def producer_of(block: int, storage: AllocId | None) -> Any:

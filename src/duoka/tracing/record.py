@@ -94,6 +94,7 @@ class Recorder:
         self._current = 0
         self._is_alone = False
         self._scope = ExitStack()
+        # Arguments of entered containers, until the next block call; (block, argument) pairs read.
         self._entered: list[_Argument] = []
         self._moved: set[tuple[int, _Argument]] = set()
         self.counts_work = True

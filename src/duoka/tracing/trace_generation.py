@@ -106,26 +106,26 @@ class GenerationTracer(Tracer):
 
     def rules(self, *, batched: bool) -> Iterator[RegimeTraces]:
         """Yield regimes for every possible step, in order of precedence."""
-        cells = list(self.ranges())
+        ranges = list(self.ranges())
         if self.spec.conditions.image_chunk_tokens is not None:
             raise Unlike("the cost of a chunk depends on the images in it")
-        yield from self._regimes(cells, is_batched=False)
+        yield from self._regimes(ranges, is_batched=False)
         if not batched or self.spec.conditions.vision_batch is not None:
             return  # with a vision batch, the encoding passes depend on the batch
         try:
-            yield from list(self._regimes(cells, is_batched=True))
+            yield from list(self._regimes(ranges, is_batched=True))
         except Unlike:
             # A tower that encodes images one by one has another trace for each batch size.
             if self.prompts is None:
                 raise
 
     def _regimes(
-        self, cells: Sequence[tuple[int, int]], *, is_batched: bool
+        self, ranges: Sequence[tuple[int, int]], *, is_batched: bool
     ) -> Iterator[RegimeTraces]:
         """Yield the regimes of steps from one range into a later one, then those of each range."""
-        for earlier, later in combinations(cells, 2):
+        for earlier, later in combinations(ranges, 2):
             yield from self._trace_crossing(is_batched, earlier, later)
-        for start, stop in cells:
+        for start, stop in ranges:
             yield from self._trace_range(is_batched, start, stop)
 
     def profile(self, regimes: Sequence[RegimeTraces]) -> Profile:

@@ -141,8 +141,8 @@ class TrainingTracer(Tracer):
                         "although gradient checkpointing is enabled",
                         hint=WITHOUT_CHECKPOINTING,
                     )
-                again = recorder.record_training(learner.forward)
-                passes = first_run.forward, first_run.backward, again.backward
+                second_run = recorder.record_training(learner.forward)
+                passes = first_run.forward, first_run.backward, second_run.backward
                 samples += [
                     RecordedStep(phase, batch, length, length, recorded)
                     for phase, recorded in zip(TRAINING_PHASES, passes, strict=True)
@@ -214,12 +214,12 @@ def _join_recomputed(model: nn.Module, groups: Sequence[ModuleGroup]) -> list[Mo
         or type(module).__name__ in kinds
     ]
     # A layer is skipped if some block is partly inside and partly outside of the layer.
-    whole_ones = [
+    whole_layers = [
         name for name in layers if not any(0 < _share_inside(group, name) < 1 for group in groups)
     ]
 
     def layer_of(group: ModuleGroup) -> str | None:
-        return next((name for name in whole_ones if _share_inside(group, name) == 1), None)
+        return next((name for name in whole_layers if _share_inside(group, name) == 1), None)
 
     joined: list[ModuleGroup] = []
     for layer, neighbours in itertools.groupby(groups, layer_of):
