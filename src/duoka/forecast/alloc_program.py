@@ -120,15 +120,15 @@ class StageCompiler:
                 for ref in self.events.foreign_frees(block, self.step):
                     self.release(self.events.key_of(block, ref, self.step))
                 continue
-            alive_before = len(self._code), self._num_registers, len(self._copied), len(self.alive)
+            counts = len(self._code), self._num_registers, len(self._copied), len(self.alive)
             self._copy_inputs(block)
             self._compile_block(block)
             # If the numbers of live tensors and copies are unchanged, the code may repeat.
             is_steady = (
-                alive_before[2:] == (len(self._copied), len(self.alive)) and not self._detour_copies
+                counts[2:] == (len(self._copied), len(self.alive)) and not self._detour_copies
             )
             if is_steady and alive is not None:
-                order = order[self._repeat(block, order, alive, *alive_before[:2]) :]
+                order = order[self._repeat(block, order, alive, *counts[:2]) :]
             alive = dict(self.alive) if is_steady else None
 
     def _repeat(
@@ -144,8 +144,9 @@ class StageCompiler:
             before layer 3     alive {(2, 5): r12}          r13 r14 r15, free r12
             layers 3 ... 38    each adds 3 to registers, and to cache inputs the caches per layer
 
-        A tensor such as a mask may also stay live unchanged, if its maker is further back than any
-        relative reference (`back`) of this kind of block reaches. Returns 0 if neither holds.
+        A tensor such as a mask may also stay live unchanged, if its maker is further back than the
+        relative references (`back`) of later blocks of this kind reach. Returns 0 if some live
+        tensor does neither, or if no block of this kind follows.
         """
         profile, trace = self.events.profile, self.events.trace(block, self.step)
         num_kept, written = self._num_kept[block], self._num_registers - register

@@ -342,7 +342,7 @@ def _merge_overlaps(spans: list[tuple[int, int, set[str]]]) -> list[set[str]]:
 
 
 def _fuse_glue_work(experiment: _Experiment, spans: list[set[str]]) -> list[set[str]]:
-    """Fuse the blocks from an earlier block on to the one during which glue code allocates there.
+    """Fuse an earlier block with all later blocks up to glue code that allocates on its device.
 
     Where model code has moved a tensor back to the earlier block, `_add_returns` inserts a block
     for that work instead.
