@@ -21,7 +21,7 @@ class Forecast:
         Seconds of each stage and of a request; None if a device's speed is unknown.
     host_bytes : int
         Bytes of weights offloaded to the host's memory. Every step copies these weights to the
-        devices once, so each generated token sends so many bytes over PCIe.
+        devices once, so each generated token sends `host_bytes` over PCIe.
     copy_seconds : float, optional
         Seconds to copy `host_bytes` in each step; None if nothing is offloaded or a host link's
         speed is unknown.

@@ -37,7 +37,7 @@ a paged cache: the first step, which allocates the cache, and any other step ("s
 IMAGE_PHASES: tuple[Phase, ...] = ("encode", "release")
 TRAINING_PHASES: tuple[Phase, ...] = ("forward", "backward", "accumulate")
 
-# Fused attention copies a mask if its row length isn't a multiple of so many elements.
+# Fused attention copies a mask whose row length isn't a multiple of this number of elements.
 ALIGNED_TOKENS = 8
 # The number of device buffers for streamed weights: one computes while the next is filled.
 NUM_BUFFERS = 2

@@ -26,8 +26,8 @@ from .workload import Training, Workload
 FORWARD, BACKWARD, ACCUMULATE = range(3)
 """Indices into `TrainingReplay.steps`: the passes of a micro-batch."""
 
-# If the allocator's state doesn't repeat, at most so many steps, and so many micro-batches beyond
-# those in flight, are replayed. The optimizer's states exist from the end of the first step on.
+# If the allocator's state doesn't repeat, at most _MOST_STEPS steps are replayed, each with at most
+# _MOST_ROUNDS micro-batches beyond those in flight. The optimizer's states exist from the end of the first step on.
 _MOST_STEPS = 6
 _MOST_ROUNDS = 64
 

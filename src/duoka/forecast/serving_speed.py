@@ -138,7 +138,7 @@ def serving_speeds(
     half = workload.context_tokens // 2
 
     def seconds_at(requests: int) -> Seconds | None:
-        """Return the seconds of decoding for so many requests."""
+        """Return the seconds of decoding for this number of concurrent requests."""
         load = replace(workload, batch=requests, prompt_tokens=half, new_tokens=2, pages=None)
         replay = ServingReplay(profile, load, brief=True)
         return LatencyModel(replay, places).seconds_of(stages, fleet)

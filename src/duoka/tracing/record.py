@@ -433,7 +433,7 @@ class Recorder:
 
         Block 1 gives `x` to block 3. In the backward pass block 3 makes `dx`, the gradient of `x`,
         and nodes of block 1 read it, together with tensors that block 1 has saved in the forward
-        pass. A hook on `x` is given `dx`, whose storage says which block has made it::
+        pass. A hook on `x` gets `dx`, whose storage tells the block that made `dx`::
 
             forward:   1 -- x --> 3        traces[3].reads has x
             backward:  1 <- dx -- 3        traces[1].reads gets dx

@@ -26,7 +26,7 @@ from .recorded import RecordedPass
 from .tracer import FAILURES, LOOKED_AT_TOKENS, PROBED_TOKENS, Irregular, Tracer
 
 _SHORTEST_RANGE = 256
-# The cache is filled by steps of so many tokens between the recorded steps of a workload.
+# Tokens per step that only fills the cache, between two recorded steps of a workload.
 _FILLED_TOKENS = 128
 # The most chunks to record of a prompt with images, besides the first two and the last two.
 _MOST_CHUNKS = 28
@@ -177,7 +177,7 @@ class GenerationTracer(Tracer):
                         yield self.fit(regime, [sample])
 
     def _record_step(self, stepper: Stepper, phase: Phase, tokens: int) -> RecordedStep:
-        """Record a step of so many tokens; in the phase "encode", of so many images."""
+        """Record a step of `tokens` tokens; in the phase "encode", of as many images."""
         is_alone = stepper.batch == tokens == 1 and phase != "encode"
         recorded = self.recorder.record(partial(stepper.take, phase, tokens), is_alone=is_alone)
         keys = stepper.past if phase != "release" else 0
