@@ -27,7 +27,8 @@ FORWARD, BACKWARD, ACCUMULATE = range(3)
 """Indices into `TrainingReplay.steps`: the passes of a micro-batch."""
 
 # If the allocator's state doesn't repeat, at most _MOST_STEPS steps are replayed, each with at most
-# _MOST_ROUNDS micro-batches beyond those in flight. The optimizer's states exist from the end of the first step on.
+# _MOST_ROUNDS micro-batches beyond those in flight. The optimizer's states exist from the end
+# of the first step on.
 _MOST_STEPS = 6
 _MOST_ROUNDS = 64
 
