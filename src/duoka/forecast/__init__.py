@@ -1,14 +1,14 @@
-"""Forecast: a profile and a workload become bytes and seconds. It knows neither torch nor plans.
+"""Forecast: bytes and seconds from a profile and a workload, without torch and without plans.
 
 - `workload`: batch, context and cache of inference, or a batch to train on
 - `profile`, `profile_cache`, `tensor_names`: allocations, costs and tensors of a model by block
 - `flash_splits`: memory of flash attention over few queries
-- `alloc_events`, `alloc_program`: the allocations of a workload; those of a stage, compiled
+- `alloc_events`, `alloc_program`: the allocations of a workload; compiled allocations of a stage
 - `optimizer_memory`: states and temporaries of optimizers
 - `allocator`, `device_memory`: CUDA's caching allocator; a device's memory, in Python and in C
 - `serving`: the sizes of steps over a paged cache, as a finite set
 - `replay`, `replay_serving`, `replay_training`: passes of a stage on that memory, by schedule
-- `stage_bytes`: the bytes of a stage at the peak
+- `stage_bytes`: the bytes of a stage at its peak
 - `latency`, `serving_speed`: seconds of stages, and tokens per second of requests
 - `stages`, `training_bounds`: the chain of blocks to cut, and lower bounds of its stages' bytes
 - `costs`: bytes and seconds of stages, for the search

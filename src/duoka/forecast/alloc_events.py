@@ -1,6 +1,6 @@
 """Allocation events: allocations and frees of a profile's blocks in the steps of a workload.
 
-It knows neither stages nor devices, nor what an allocator makes of the events.
+This module knows nothing of stages, devices or allocators.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from .workload import Workload, refuse_short
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastStep:
-    """A call of the model: its phase, sizes and regime."""
+    """A call of the model: its phase, its sizes and the index of its regime.
+
+    `values` are the arguments of rules in this step (`Profile.values`).
+    """
 
     phase: Phase
     query: int
@@ -36,9 +39,10 @@ class ForecastStep:
 
 
 class AllocEvents:
-    """A profile at a workload with its prefill chunk resolved; a subclass makes its steps.
+    """The allocation events of a profile at a workload; subclasses define the steps.
 
-    Raises UsageError for a workload under other conditions than the profile's, or beyond its sizes.
+    The workload must have its prefill chunk resolved. Raises UsageError if the workload's
+    conditions differ from the profile's, or its sizes exceed those of the profile.
     """
 
     def __init__(self, profile: Profile, workload: Workload) -> None:
@@ -47,16 +51,17 @@ class AllocEvents:
         self.profile = profile
         self.workload = workload
         self._sizes: dict[tuple[int, int], list[int]] = {}
-        self._rules: dict[int, Rules] = {}  # by the trace, which the profile keeps
+        self._rules: dict[int, Rules] = {}  # by `id` of the trace, which the profile keeps alive
         self._packed: dict[tuple[int, int], bytes] = {}
         self._foreign_frees: dict[tuple[int, int], tuple[Ref, ...]] = {}
         self.steps = self._schedule()
 
     def _schedule(self) -> list[ForecastStep]:
+        """Return the steps of the workload, in order."""
         raise NotImplementedError
 
     def trace(self, block: int, step: int) -> AllocationTrace:
-        """Return the trace of a block in a step, by its number in `steps`."""
+        """Return the trace of a block in a step; `step` is an index into `steps`."""
         return self._kind(block).traces[self.steps[step].regime]
 
     def sizes(self, block: int, step: int) -> list[int]:
@@ -72,14 +77,14 @@ class AllocEvents:
         return self._sizes[key]
 
     def packed_sizes(self, block: int, step: int) -> bytes:
-        """Return `sizes` as a program takes them."""
+        """Return `sizes` packed for a `StageProgram`."""
         key = (self.profile.blocks[block].kind, step)
         if key not in self._packed:
             self._packed[key] = sizes_of(self.sizes(block, step))
         return self._packed[key]
 
     def foreign_frees(self, block: int, step: int) -> tuple[Ref, ...]:
-        """Return the frees in a block's trace of other blocks' allocations."""
+        """Return the frees of other blocks' allocations in a block's trace."""
         key = (self.profile.blocks[block].kind, self.steps[step].regime)
         if key not in self._foreign_frees:
             self._foreign_frees[key] = tuple(
@@ -90,24 +95,26 @@ class AllocEvents:
         return self._foreign_frees[key]
 
     def key_of(self, block: int, ref: Ref, step: int) -> Key:
-        """Return the key of the allocation behind a reference in a block's trace."""
+        """Return the key of the allocation that a reference in a block's trace means."""
         return self.profile.key_of(block, ref, self.steps[step].regime)
 
     def is_backward(self, step: int) -> bool:
-        """Return True for the backward pass of a micro-batch."""
+        """Return True if a step is the backward pass of a micro-batch."""
         return self.steps[step].phase in TRAINING_PHASES[1:]
 
     def first_number(self, block: int, step: int) -> int:
-        """Return the number of the first allocation in a block's trace.
+        """Return the number of the first allocation in a block's trace: 0 in a forward pass.
 
-        In a backward pass it goes on where the forward pass, step 0, has ended.
+        In a backward pass the numbers continue from the forward pass, step 0.
         """
         return len(self.trace(block, 0).sizes) if self.is_backward(step) else 0
 
     def _kind(self, block: int) -> BlockKind:
+        """Return the kind of a block."""
         return self.profile.kinds[self.profile.blocks[block].kind]
 
     def _values(self, query: int, keys: int) -> tuple[int, ...]:
+        """Return the arguments of rules at these sizes, with the workload's batch."""
         batch = self.workload.batch
         values = monomials(batch, query, keys)
         return self.profile.values(values, batch, query, keys)

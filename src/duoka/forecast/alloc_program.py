@@ -1,13 +1,12 @@
 """Allocation programs: a pass over a stage, compiled to byte code of allocations and frees.
 
-A prompt in chunks and an answer are thousands of steps, but of few kinds: which tensor is freed
-when is the same in all steps of a regime with as many caches; only sizes differ. So a pass is
-compiled once for each such kind, to instructions over virtual registers, and a step runs that code
-on a device's memory, in compiled C, with the sizes of that step.
+Chunked prefill and decoding take thousands of steps, but of few kinds: all steps of one regime with
+the same number of cache tensors allocate and free in the same order; only sizes differ. So a pass
+is compiled once per kind, to instructions over virtual registers, and each step runs this code on a
+device's memory (in C where compiled) with its own sizes.
 
 A register holds one block of memory, and is written once. An instruction is a register, the index
-of a size (or FREE), and whether the block counts as cache. A layer whose KV cache is in register
-0 becomes::
+of a size (or FREE), and a flag for cache memory. A layer whose KV cache is in register 0 becomes::
 
     event of its trace            instruction           registers in use
     (a pass begins)                                      0
@@ -16,10 +15,10 @@ of a size (or FREE), and whether the block counts as cache. A layer whose KV cac
     free    the old cache         free 0 cache           1 2
     free    the scores            free 2                 1
 
-What is in use at the end is the live-out set: caches or gradients, which are the first registers of
-the next pass, and what a forward pass has saved for its backward pass.
+The registers in use at the end are the live-out set: caches or gradients, which are the first
+registers of the next pass, and activations that a forward pass has saved for its backward pass.
 
-It knows nothing of the allocator, and of time.
+This module knows nothing of the allocator or of time.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ from .profile import Key, Rule, evaluate
 class StageProgram:
     """The byte code of a pass over a stage, without its sizes.
 
-    Its sizes are those of `examples`, a block of each kind, one after the other, then those of
-    `copied`, tensors from other devices. Afterwards each block has `num_kept` caches or gradients,
-    and `saved` is there besides; `live_out` are the registers of both. `takes_workspace` if the
-    first matrix product took cuBLAS's workspace.
+    Its sizes are the allocation sizes of `examples` (one block of each kind, in order), then those
+    of `copied`, tensors copied from other devices. After the pass each block has `num_kept` cache
+    or gradient tensors, and the allocations `saved` for a backward pass are live too; `live_out`
+    are the registers of both. `takes_workspace` is True if the pass allocates cuBLAS's workspace.
     """
 
     code: bytes
@@ -55,7 +54,7 @@ class StageProgram:
     takes_workspace: bool
 
     def sizes(self, events: AllocEvents, step: int) -> bytes:
-        """Return the sizes of the program in a step."""
+        """Return the packed sizes of the program's allocations in a step."""
         values = events.steps[step].values
         copied = sizes_of([evaluate(rule, values) for rule in self.copied])
         return b"".join([*(events.packed_sizes(block, step) for block in self.examples), copied])
@@ -64,10 +63,11 @@ class StageProgram:
 class StageCompiler:
     """Compiles a pass over a stage.
 
-    It is given how many caches or gradients each of the stage's blocks has, in order, and the keys
-    of what else is `alive`. With `device_of`, the device of each of the model's blocks, copies that
-    come by way of a third device count. With `workspace_bytes` the first matrix product takes so
-    much for good. `alive` maps what there is besides caches to registers.
+    `num_kept` has the number of cache or gradient tensors of each of the stage's blocks, in order,
+    and the argument `alive` the keys of further live allocations: activations saved for a backward
+    pass. With `device_of` (the device of every block of the model), copies that come by way of a
+    third device count too. Before the first matrix product, `workspace_bytes` are allocated and
+    never freed. The attribute `alive` maps keys of live allocations other than caches to registers.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class StageCompiler:
         self._workspace_bytes, self._takes_workspace = workspace_bytes, False
         self.blocks, self._num_kept = num_kept.keys(), num_kept
         self._num_inputs = sum(num_kept.values())
-        # The first registers are the pass's inputs, in the order in which `StageRun.run_pass` hands
-        # them over. Blocks 4 and 5 with two caches each, and (before a backward pass) allocation 7
-        # of block 4, saved by the forward pass:
+        # The first registers are the inputs of the pass, in the order in which `StageRun.run_pass`
+        # passes them. Blocks 4 and 5 with two cache tensors each, and (for a backward pass)
+        # allocation 7 of block 4, saved by the forward pass:
         #
         #   register      0  1       2  3       4               5 ...
         #   holds         block 4    block 5    alive[4, 7]     written by this pass
@@ -97,11 +97,11 @@ class StageCompiler:
         self.alive = {key: next(registers) for key in alive}
         self._num_registers = next(registers)
         self._code = array("q")
-        # Copies by way of third devices: they live as long as their source.
+        # Registers of copies by way of third devices, freed together with their source.
         self._detour_copies: dict[Key, dict[tuple[str, ...], int]] = {}
         self._copied: list[Rule] = []
-        # Sizes are those of one example block for each kind, and then those of copies. With a kind
-        # of 3 allocations and one of 2: sizes[0:3], sizes[3:5], and copies from sizes[5] on.
+        # Sizes are those of one example block per kind, then those of copies. If one kind makes 3
+        # allocations and another 2, they are sizes[0:3] and sizes[3:5], and copies begin at 5.
         kinds = events.profile.blocks
         self._examples = {kinds[block].kind: block for block in self.blocks}
         numbers = (len(events.trace(block, step).sizes) for block in self._examples.values())
@@ -109,43 +109,44 @@ class StageCompiler:
         self._first_sizes = dict(zip(self._examples, firsts, strict=True))
 
     def run(self, order: range) -> None:
-        """Compile blocks in this order; blocks of other stages contribute their frees."""
+        """Compile blocks in this order; blocks of other stages only contribute frees."""
         alive: dict[Key, int] | None = None
         while order:
             block, order = order[0], order[1:]
-            # A block of another stage allocates nothing here. But tensors die in its turn, and with
-            # each of them the copy on this stage: movers keep a copy as long as its source.
+            # A block of another stage allocates nothing here. But it may free a tensor copied to
+            # this stage: dispatch keeps a copy as long as its source.
             if block not in self.blocks:
                 alive = None
                 for ref in self.events.foreign_frees(block, self.step):
                     self.release(self.events.key_of(block, ref, self.step))
                 continue
-            alive_before = len(self._code), self._num_registers, len(self._copied), len(self.alive)
+            counts = len(self._code), self._num_registers, len(self._copied), len(self.alive)
             self._copy_inputs(block)
-            self._run_block(block)
-            # With as many live tensors as before, and no copies, the block may be one of a period.
+            self._compile_block(block)
+            # If the numbers of live tensors and copies are unchanged, the code may repeat.
             is_steady = (
-                alive_before[2:] == (len(self._copied), len(self.alive)) and not self._detour_copies
+                counts[2:] == (len(self._copied), len(self.alive)) and not self._detour_copies
             )
             if is_steady and alive is not None:
-                order = order[self._repeat(block, order, alive, *alive_before[:2]) :]
+                order = order[self._repeat(block, order, alive, *counts[:2]) :]
             alive = dict(self.alive) if is_steady else None
 
     def _repeat(
         self, block: int, order: range, alive_before: dict[Key, int], start: int, register: int
     ) -> int:
-        """Repeat the code of a block for the equal blocks behind it, and return their number.
+        """Repeat the code of a block for the following blocks of its kind; return their number.
 
         The code of `block` begins at `start`, and writes registers from `register` on. If the set
-        of live tensors repeats with a period of one block, the next block of this kind finds what
-        this one found: by induction its code is the same, with registers further on. Of 40 layers::
+        of live tensors repeats with a period of one block, the next block of this kind starts from
+        the same set: by induction its code is the same, with higher registers. Of 40 layers::
 
             before layer 2     alive {(1, 5): r9}     code  r10 r11 r12, free r9
             before layer 3     alive {(2, 5): r12}          r13 r14 r15, free r12
-            layers 3 ... 38    by 3 registers more each, and caches by as many as a layer has
+            layers 3 ... 38    each adds 3 to registers, and to cache inputs the caches per layer
 
-        A tensor may also stay alive as it is (a mask), if it is from further back than blocks of
-        this kind refer to by distance.
+        A tensor such as a mask may also stay live unchanged, if its maker is further back than the
+        relative references (`back`) of later blocks of this kind reach. Returns 0 if some live
+        tensor does neither, or if no block of this kind follows.
         """
         profile, trace = self.events.profile, self.events.trace(block, self.step)
         num_kept, written = self._num_kept[block], self._num_registers - register
@@ -167,8 +168,8 @@ class StageCompiler:
                 return 0
         self.alive, self._num_registers = alive, self._num_registers + number * written
         # The code of all repeated blocks at once: [blocks, instructions, 3]. Registers of inputs,
-        # which are caches, move by as many as a block has, all others by as many as it writes. With
-        # two caches and three written registers, from one layer to the next:
+        # which are caches, increase by the caches per block, all others by the registers written
+        # per block. With two caches and three written registers, from one layer to the next:
         #
         #   (12, size 4, no cache)   becomes   (15, size 4, no cache)
         #   ( 5, FREE, cache)        becomes   ( 7, FREE, cache)
@@ -184,23 +185,23 @@ class StageCompiler:
         return number
 
     def release(self, key: Key) -> None:
-        """Free an allocation and its copies, if present."""
-        slot = self.alive.pop(key, None)
-        if slot is not None:
-            self._code.extend((slot, FREE, False))
+        """Free an allocation of this key and its copies, if live."""
+        register = self.alive.pop(key, None)
+        if register is not None:
+            self._code.extend((register, FREE, False))
         if self._detour_copies:
             for copy in self._detour_copies.pop(key, {}).values():
                 self._code.extend((copy, FREE, False))
 
     def release_all(self) -> None:
-        """Free everything but caches."""
+        """Free all live allocations and copies except caches."""
         for key in [*self.alive, *self._detour_copies]:
             self.release(key)
 
     def program(self) -> StageProgram:
         """Return the compiled program."""
-        # The live-out set in the order of the next pass's inputs: caches by block, then what a
-        # forward pass has saved. Any other pass has freed the rest (`release_all`).
+        # The live-out set in the order of the next pass's inputs: caches by block, then activations
+        # saved by a forward pass. Any other pass has freed all but caches (`release_all`).
         caches = self._caches.values()
         return StageProgram(
             code=self._code.tobytes(),
@@ -212,10 +213,11 @@ class StageCompiler:
             live_out=(*itertools.chain(*caches), *self.alive.values()),
         )
 
-    def _run_block(self, block: int) -> None:
+    def _compile_block(self, block: int) -> None:
+        """Compile the events of a block's trace."""
         events, trace = self.events, self.events.trace(block, self.step)
-        # `number` counts the block's allocations through both passes of a micro-batch, as keys do;
-        # `size` is the index of the next size of this pass.
+        # `number` is the next allocation's number in its key, which counts through both passes of a
+        # micro-batch; `size` is the index of its size in this pass.
         number = events.first_number(block, self.step)
         size = self._first_sizes[events.profile.blocks[block].kind]
         retained = frozenset(trace.retained)
@@ -243,21 +245,23 @@ class StageCompiler:
         self._caches[block] = [slot for slot in caches if slot is not None] + new_caches
 
     def _take_workspace(self) -> None:
+        """Allocate cuBLAS's workspace, unless this pass already has."""
         if self._workspace_bytes and not self._takes_workspace:
             self._allocate_copy((float(self._workspace_bytes),))
             self._takes_workspace = True
 
     def _allocate(self, size: int, *, is_cached: bool = False) -> int:
-        """Allocate by the index of a size, and return the register."""
+        """Emit an allocation of the size at this index, and return its register."""
         register = self._num_registers
         self._num_registers += 1
         self._code.extend((register, size, is_cached))
         return register
 
     def _copy_inputs(self, block: int) -> None:
+        """Allocate copies of the block's inputs from other devices, unless there is a copy."""
         for key, size, detour in self._read_from_elsewhere(block):
-            # Movers find a copy again by the tensor object that it was made of. A mask that comes
-            # straight from cuda:2, and by way of cuda:0, is two objects: there are two copies.
+            # Dispatch reuses a copy only for the same source object. A mask that comes from cuda:2
+            # directly and also by way of cuda:0 is two source objects, so there are two copies.
             if detour:
                 copies = self._detour_copies.setdefault(key, {})
                 if detour not in copies:
@@ -266,11 +270,12 @@ class StageCompiler:
                 self.alive[key] = self._allocate_copy(size)
 
     def _allocate_copy(self, size: Rule) -> int:
+        """Emit an allocation with a size of its own rule, and return its register."""
         self._copied.append(size)
         return self._allocate(self._num_sizes + len(self._copied) - 1)
 
     def _read_from_elsewhere(self, block: int) -> list[tuple[Key, Rule, tuple[str, ...]]]:
-        """Return the reads of a block from other devices: key, size, and devices on the way."""
+        """Return the reads copied from other devices: key, size, and devices on the way."""
         reads = self.events.trace(block, self.step).reads
         keys = [self.events.key_of(block, read.ref, self.step) for read in reads]
         return [
@@ -286,18 +291,19 @@ class StageCompiler:
     #   path      cuda:2 (maker)   cuda:0 (block 2)      then cuda:1 (block 5)
     #   detour                     cuda:0                the copy on cuda:1 comes by way of cuda:0
     def _detour(self, block: int, maker: int) -> tuple[str, ...]:
-        """Return the devices on the way of a tensor from its maker to a block."""
+        """Return the devices between a tensor's maker and a block; empty for a direct copy."""
         starts = self.events.profile.blocks[block].inside
         if not starts or self.device_of is None:
             return ()
-        at = self.device_of
-        # A tensor from before a container was given to it, and has gone to where it begins.
+        device_of = self.device_of
+        # A tensor made before a container is an argument of the container: dispatch first copies
+        # the tensor to the container's first block.
         path = [
-            at[max(maker, 0)],
-            *(at[start] for start in starts if start > maker),
+            device_of[max(maker, 0)],
+            *(device_of[start] for start in starts if start > maker),
         ]
-        # Devices in a row count once, and the last ones are where the block is.
+        # Repeated devices count once; the block's own device at the end is no detour.
         hops = [device for device, _ in itertools.groupby(path)]
-        while hops and hops[-1] == at[block]:
+        while hops and hops[-1] == device_of[block]:
             hops.pop()
         return tuple(hops[1:])

@@ -15,34 +15,34 @@ from .allocator import ADDRESS, ADDRESS_BITS, CachingAllocator, rounded_bytes
 CompiledMemory: Callable[[int | None], PlainMemory] | None
 try:
     from ._memory import Memory as CompiledMemory
-except ImportError:  # no C compiler was there
+except ImportError:  # not compiled at installation
     CompiledMemory = None
 
 Held = tuple[int, int, int]
-"""What a request was given: its address, its bytes, and those that were asked for, rounded."""
+"""The block of a request: its address, its bytes, and the requested bytes, rounded to 512."""
 
 FREE = -1
 
 
 def new_memory(capacity_bytes: int | None) -> PlainMemory:
-    """Return the memory of a device; without a capacity nothing is refused."""
+    """Return the empty memory of a device, compiled if possible; None is unlimited capacity."""
     if CompiledMemory is None:
         return PlainMemory(capacity_bytes)
     return CompiledMemory(capacity_bytes)
 
 
 def sizes_of(sizes: Sequence[int]) -> bytes:
-    """Pack the sizes of a program's requests for `run`."""
+    """Pack the sizes of a program's allocations, for `PlainMemory.run`."""
     return array("q", sizes).tobytes()
 
 
 class PlainMemory:
     """The memory of a device; all numbers are bytes.
 
-    `allocated` are the blocks in use. Of these, `requested` is without the unsplit rest of larger
-    blocks; `cached` are caches or gradients; `aside` is counted by the caller, for the optimizer.
-    `cached_at_peak` and `aside_at_peak` are those at the `peak` of allocated bytes;
-    `requested_peak` is the peak of requested bytes.
+    `allocated` are the bytes of blocks in use, `requested` the bytes requested for these blocks,
+    without unsplit rests. `cached` are the allocated bytes of KV caches or gradients, `aside` those
+    of the optimizer, which the caller counts. `cached_at_peak` and `aside_at_peak` are the values
+    at the `peak` of allocated bytes; `requested_peak` is the peak of requested bytes.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
@@ -57,19 +57,19 @@ class PlainMemory:
 
     @property
     def max_reserved(self) -> int:
-        """The peak of bytes reserved from the device."""
+        """The peak of the bytes reserved from the device."""
         return self._allocator.max_reserved_bytes
 
     @property
     def is_pressed(self) -> bool:
-        """True once cached segments were given back for lack of capacity."""
+        """True once cached segments were returned for lack of capacity."""
         return self._allocator.is_pressed
 
     def hold(self, num_bytes: int, cached: bool = False) -> Held:
-        """Allocate."""
-        # `allocated` counts the whole block, `requested` only what was asked for: 13.5 MiB from a
-        # free block of 14 MiB add 14 to the one and 13.5 to the other. Only the first depends on
-        # which blocks are free, so the search compares stages by the second.
+        """Allocate a block; `cached` marks KV caches and gradients."""
+        # `allocated` counts the whole block, `requested` the rounded request: 13.5 MiB served by a
+        # free block of 14 MiB add 14 to `allocated` and 13.5 to `requested`. `requested` doesn't
+        # depend on which blocks are free, so the search compares stages by its peak.
         requested = rounded_bytes(num_bytes)
         allocator = self._allocator
         block = allocator.take(requested)
@@ -85,7 +85,7 @@ class PlainMemory:
         return block & ADDRESS, size, requested
 
     def release(self, block: Held, cached: bool = False) -> None:
-        """Free a block of `hold` or `run`, again with its `cached`."""
+        """Free a block of `hold` or `run`; `cached` must be as in its allocation."""
         address, size, requested = block
         self._allocator.release(size << ADDRESS_BITS | address)
         self._allocator.allocated_bytes -= size
@@ -99,23 +99,23 @@ class PlainMemory:
         inputs: list[Held],
         out: tuple[int, ...],
     ) -> list[Held]:
-        """Run the code of a program, and return the blocks in the registers `out`."""
+        """Run a program's code with `inputs` in its first registers; return the blocks in `out`."""
         requests = array("q", sizes)
-        slots: dict[int, Held] = {
-            slot: block for slot, block in enumerate(inputs) if block is not None
+        registers: dict[int, Held] = {
+            register: block for register, block in enumerate(inputs) if block is not None
         }
-        moves = iter(array("q", program))
-        for slot, index, is_cached in zip(moves, moves, moves, strict=True):
+        code = iter(array("q", program))
+        for register, index, is_cached in zip(code, code, code, strict=True):
             if index != FREE:
-                slots[slot] = self.hold(requests[index], bool(is_cached))
-            elif slot in slots:
-                self.release(slots.pop(slot), bool(is_cached))
-        return [slots[slot] for slot in out]
+                registers[register] = self.hold(requests[index], bool(is_cached))
+            elif register in registers:
+                self.release(registers.pop(register), bool(is_cached))
+        return [registers[register] for register in out]
 
     def free_blocks(self) -> tuple[Hashable, Hashable]:
-        """Return the free blocks of the small and the large pool, to be compared.
+        """Return the free blocks of the small and the large pool, for comparison.
 
-        Nothing else decides which block a request is given, so from equal free blocks (and equal
-        blocks in use) equal requests lead to equal ones again.
+        The free blocks alone determine which block serves a request. So from equal free blocks (and
+        equal blocks in use), equal requests lead to equal free blocks.
         """
         return tuple(self._allocator.small.free), tuple(self._allocator.large.free)

@@ -1,4 +1,4 @@
-"""Forecast: bytes per device by kind, and seconds, of a placement at a workload."""
+"""Forecast: bytes per device by kind, and seconds, for a placement at a workload."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from .stage_bytes import StageBytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Bytes of each device in use, and seconds where speeds are known.
+    """Bytes of each device with a stage, and seconds if device speeds are known.
 
     Parameters
     ----------
     devices : tuple of StageBytes
-        In order of first use.
+        Bytes of each device, in order of first use.
     seconds : Seconds, optional
-        What each stage takes, and what that adds up to; None where a device's speed is unknown.
+        Seconds of each stage and of a request; None if a device's speed is unknown.
     host_bytes : int
-        Weights that stay in the host's memory. Every step copies them to the devices, once: so
-        many bytes go over PCIe for each token that is generated.
+        Bytes of weights offloaded to the host's memory. Every step copies these weights to the
+        devices once, so each generated token sends `host_bytes` over PCIe.
     copy_seconds : float, optional
-        What that takes in each step; None where nothing is copied, or a link's speed is unknown.
+        Seconds to copy `host_bytes` in each step; None if nothing is offloaded or a host link's
+        speed is unknown.
     serving_speeds : tuple of ServingSpeed
-        Of a cache in pages, where speeds are known: from one request on to as many as there can be.
+        For a paged cache if speeds are known: decode speeds for one request up to the batch.
     step_seconds : StepSeconds, optional
-        Of a cache in pages, where speeds are known: of steps that read a prompt.
+        For a paged cache if speeds are known: seconds of prefill steps; otherwise None.
     """
 
     devices: tuple[StageBytes, ...]

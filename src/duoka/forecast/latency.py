@@ -1,20 +1,19 @@
 """Latency: seconds of the stages of a placement for a request, and their sum.
 
-A roofline: each block takes the longer of its arithmetic and its memory traffic, and every kernel
-that it starts costs the host a launch. On CUDA that goes on beside the rest, and the longest counts
-where a launch was measured, with Python's time in it; the 5 µs that stand for it elsewhere come on
-top. A processor, and a virtual GPU, which is one, does one after the other. Tensors that go from
-one stage to the next take the link's latency each, and its bandwidth. It knows nothing of how well
-kernels use a GPU: rates that were measured (`calibration`) already have that in them, published
-ones don't.
+A roofline model. On CUDA, a block takes the longer of its arithmetic and its memory traffic, and
+every kernel costs the host a launch. A measured launch time includes Python's time and overlaps
+with the kernels, so the longer of both counts; the default of 5 µs is added to the kernels' time.
+On a CPU, and on a virtual GPU, which runs on the CPU, arithmetic, traffic and launches are added.
+A tensor sent from one stage to the next takes the link's latency, and its bytes over the link's
+bandwidth. The efficiency of kernels isn't modelled: measured rates (`calibration`) include it,
+published rates don't.
 
-A step of training in a pipeline takes what one micro-batch needs for all its passes and transfers,
-and once more the slowest of them for every further micro-batch. That is what GPipe (Huang et al.,
-2019) and one forward, one backward (Narayanan et al., PipeDream 2019, Megatron-LM 2021) both come
-to where stages are equally fast: with K of them and m micro-batches m + K - 1 times one. Where they
-aren't, it knows nothing of what stages wait because of their order of passes, and takes forward and
-backward passes to be slowest at the same stage. A stage's share of the optimizer's update counts
-with its passes.
+A training step in a pipeline takes the time of one micro-batch through all stages and transfers,
+and the time of the slowest stage for every further micro-batch. If all K stages are equally fast,
+GPipe (Huang et al., 2019) and 1F1B (Narayanan et al., PipeDream 2019, Megatron-LM 2021) both take
+m + K - 1 times one stage for m micro-batches. If not, waiting caused by the order of passes isn't
+modelled, and forward and backward passes are assumed to be slowest at the same stage. A stage's
+share of the optimizer's update counts with its passes.
 """
 
 from __future__ import annotations
@@ -39,18 +38,17 @@ from .replay import Replay, sample
 Floats: TypeAlias = NDArray[np.float64]
 
 LAUNCH_SECONDS = 5e-6
-"""What starting a kernel costs where it wasn't measured: about what an operator of PyTorch takes on
-the way to the GPU."""
+"""Seconds to launch a kernel if not measured: about the host's time for one PyTorch operator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSeconds:
-    """Seconds of a stage for a request, in execution order.
+    """Seconds of a stage for a request.
 
-    `prefill_seconds` is the whole prompt, `decode_seconds` all steps after it; with `transfer_` it
-    is the way of what comes in from the stage before. In training `prefill_seconds` is forward and
-    backward passes of all micro-batches and the optimizer's update, with the gradients' way back in
-    the transfers.
+    `prefill_seconds` is the time for the whole prompt, `decode_seconds` for all decode steps; the
+    two `transfer_seconds` are the time to copy inputs from the stage before. In training,
+    `prefill_seconds` covers the forward and backward passes of all micro-batches and the
+    optimizer's update, and the transfers include the gradients sent back.
     """
 
     device: str
@@ -65,16 +63,17 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seconds:
-    """How long a placement takes, its stages in execution order.
+    """Seconds of a placement for a request, with its stages in execution order.
 
-    `total_seconds` is from the request to the last token of the answer, nothing else running: what
-    the objective "latency" makes small. `slowest_seconds` is what the stage or transfer that takes
-    longest needs for one request: what "throughput" makes small, since with all stages busy a
-    request comes out each time it is through. `token_seconds` is from one token to the next, on
-    average. `tokens_per_second` counts the generated tokens of all sequences, with all stages busy.
+    `total_seconds` is the time from the request to its last token, with no other request running;
+    the objective "latency" minimises it. `slowest_seconds` is the time of the slowest stage or
+    transfer for one request; the objective "throughput" minimises it, since with all stages busy
+    one request completes per `slowest_seconds`. `token_seconds` is the average time between two
+    tokens; None without decode steps. `tokens_per_second` counts the generated tokens of all
+    sequences, with all stages busy.
 
-    In training the total is one step of the optimizer, and the slowest is for all micro-batches.
-    Tokens are those learnt from.
+    In training, `total_seconds` is the time of one optimizer step, `slowest_seconds` covers all
+    micro-batches, `tokens_per_second` counts trained tokens, and the times per token are None.
     """
 
     stages: tuple[StageSeconds, ...]
@@ -89,7 +88,7 @@ class Seconds:
 
 
 def refuse_impossible(speeds: Any) -> None:
-    """Raise FormatError for an impossible time or rate, as in a damaged plan file."""
+    """Raise FormatError if a float field is negative, infinite or NaN, as in a damaged plan."""
     for field in fields(speeds):
         value = getattr(speeds, field.name)
         if isinstance(value, float) and not 0 <= value < inf:
@@ -97,9 +96,10 @@ def refuse_impossible(speeds: Any) -> None:
 
 
 def rate(device: Device, dtype: str) -> float | None:
-    """Return operations per second in a type; None when unknown.
+    """Return a device's floating-point operations per second in a dtype; None if unknown.
 
-    A GPU without bfloat16 computes it in 32 bit, as far as that rate is known.
+    A GPU without bfloat16 support computes bfloat16 at its float32 rate. If that rate is unknown,
+    the device's general rate is used.
     """
     in_float32 = dtype == "float32" or (dtype == "bfloat16" and device.has_bfloat16 is False)
     float32_rate = device.float32_flops_per_second if in_float32 else None
@@ -107,7 +107,7 @@ def rate(device: Device, dtype: str) -> float | None:
 
 
 def transfer(link: Link, num_bytes: Floats, num_transfers: Floats) -> Floats:
-    """Return the seconds of so many tensors of so many bytes together over a link."""
+    """Return the seconds to send tensors over a link: their number, and their bytes in total."""
     return np.asarray(num_transfers * link.latency_seconds + num_bytes / link.bytes_per_second)
 
 
@@ -116,8 +116,8 @@ def crossing(
 ) -> Floats:
     """Return the seconds of a transfer between two devices of a fleet.
 
-    A pair without a link is taken to be as slow as the slowest link of the fleet; without any link,
-    nothing is known, and transfers take no time.
+    A pair without a link of its own is assumed to be as slow as the slowest link of the fleet. If
+    the fleet has no links, transfers take no time.
     """
     link = fleet.link(source, target)
     links = fleet.links if link is None else (link,)
@@ -126,7 +126,7 @@ def crossing(
 
 
 def _overlap(device: Device, arithmetic: Floats, traffic: Floats, launches: Floats) -> Floats:
-    """Return the seconds of arithmetic, memory traffic and launches together on a device."""
+    """Return the seconds of a block from its arithmetic, memory traffic and launches (see top)."""
     if not device.name.startswith("cuda"):
         return np.asarray(arithmetic + traffic + launches)
     kernels = np.maximum(arithmetic, traffic)
@@ -138,9 +138,9 @@ def _overlap(device: Device, arithmetic: Floats, traffic: Floats, launches: Floa
 class LatencyModel:
     """Seconds of a request at the places of a chain of blocks.
 
-    A place is a block where a stage may begin, with the blocks attached to it. `boundary_bytes` and
-    `boundary_transfers`, [2, places + 1], are sent to a stage that begins at each place, in prefill
-    and in decoding; in training with the gradients that come back from it.
+    A place is a block where a stage may begin, with its attached blocks. `boundary_bytes` and
+    `boundary_transfers`, [(prefill, decode), places + 1], are the bytes and the number of tensors
+    sent to a stage that begins at each place; in training, gradients sent back are included.
     """
 
     def __init__(self, replay: Replay, places: Sequence[Sequence[int]]) -> None:
@@ -158,11 +158,11 @@ class LatencyModel:
         self._steps: list[ForecastStep] = [step for step, _, _ in weighted]
         self._weights = np.array([weights for _, *weights in weighted]).T  # [2, steps]
         self._values = np.array([step.values for step in self._steps], np.float64)
-        self._known: dict[tuple[object, ...], Floats] = {}
+        self._place_seconds: dict[tuple[object, ...], Floats] = {}
         self._work = {kind: self._work_of(kind) for kind in self._kinds()}
         kinds = [block.kind for block in self._profile.blocks]
-        # What is sent over a cut follows from the kinds of the two blocks at it: the first one of a
-        # stage, and the last one of the stage before.
+        # The tensors sent over a cut depend on the kinds of the two blocks at the cut: the first
+        # block of a stage, and the last block of the stage before.
         cuts = [(kinds[first_block], kinds[max(first_block - 1, 0)]) for first_block, *_ in places]
         boundaries = {cut: self._boundary(*cut) for cut in set(cuts)}
         # [places + 1, (bytes, number), (prefill, decode)]
@@ -171,23 +171,23 @@ class LatencyModel:
         self.boundary_transfers: Floats = ends[:, 1].T
 
     def seconds_on(self, device: Device) -> Floats | None:
-        """[2, places]: seconds of each place, in prefill and in decoding; None when unknown."""
+        """[(prefill, decode), places]: seconds on a device; None if a speed of it is unknown."""
         is_measured = device.name.startswith("cuda"), "launch_seconds" in device.measured
         key = (*device.speeds, device.host_bytes_per_second, is_measured)
-        if key not in self._known:
+        if key not in self._place_seconds:
             by_kind = self._kinds_on(device)
             if by_kind is None:
                 return None
             kinds = {kind: self._weights @ seconds for kind, seconds in by_kind.items()}
             blocks = self._profile.blocks
-            self._known[key] = np.array(
+            self._place_seconds[key] = np.array(
                 [sum(kinds[blocks[block].kind] for block in place) for place in self._places]
             ).T
-            self._known[key][0] += self._updates_on(device)
-        return self._known[key]
+            self._place_seconds[key][0] += self._updates_on(device)
+        return self._place_seconds[key]
 
     def _kinds_on(self, device: Device) -> dict[int, Floats] | None:
-        """[steps]: seconds of a block of each kind in each step; None when unknown."""
+        """Return the seconds of each kind of block, [steps]; None if a speed is unknown."""
         flops = rate(device, self._workload.dtype)
         bandwidth = device.memory_bytes_per_second
         copies = self._copies(device)
@@ -203,7 +203,10 @@ class LatencyModel:
         }
 
     def _copies(self, device: Device) -> dict[int, float] | None:
-        """Return the seconds to copy streamed weights, by kind; None when unknown."""
+        """Return the seconds to copy streamed weights, by kind of block.
+
+        Empty if no weights are streamed; None if the rate from the host is unknown.
+        """
         sizes = {kind: self._profile.kinds[kind].streamed_bytes for kind in self._kinds()}
         if not any(sizes.values()):
             return {}
@@ -211,9 +214,9 @@ class LatencyModel:
         return None if rate is None else {kind: size / rate for kind, size in sizes.items()}
 
     def _updates_on(self, device: Device) -> Floats:
-        """[places]: seconds of the optimizer's update, bound by memory.
+        """[places]: seconds of the optimizer's update, which is bound by memory bandwidth.
 
-        It reads weights, gradients and states, and writes all but the gradients.
+        The update reads weights, gradients and states, and writes weights and states.
         """
         training, bandwidth = self._workload.training, device.memory_bytes_per_second
         if training is None:
@@ -231,7 +234,10 @@ class LatencyModel:
         return np.array(by_place) / bandwidth
 
     def seconds_of(self, stages: Sequence[tuple[str, int, int]], fleet: Fleet) -> Seconds | None:
-        """Return the seconds of a placement; None where a device's speeds are unknown."""
+        """Return the seconds of a placement, whose stages are (device name, start, stop).
+
+        None if a speed of a device is unknown.
+        """
         stage_seconds = []
         previous_device: str | None = None
         for name, start, stop in stages:
@@ -239,23 +245,24 @@ class LatencyModel:
             if times is None:
                 return None
             prefill, decode = times[:, start:stop].sum(axis=1)
-            ways = np.zeros(2)
+            transfers = np.zeros(2)
             if previous_device is not None:
                 sizes, numbers = self.boundary_bytes[:, start], self.boundary_transfers[:, start]
-                ways = crossing(fleet, previous_device, name, sizes, numbers)
+                transfers = crossing(fleet, previous_device, name, sizes, numbers)
             stage_seconds.append(
                 StageSeconds(
                     device=name,
                     prefill_seconds=float(prefill),
                     decode_seconds=float(decode),
-                    prefill_transfer_seconds=float(ways[0]),
-                    decode_transfer_seconds=float(ways[1]),
+                    prefill_transfer_seconds=float(transfers[0]),
+                    decode_transfer_seconds=float(transfers[1]),
                 )
             )
             previous_device = name
         return self._sum_up(tuple(stage_seconds))
 
     def _sum_up(self, stages: tuple[StageSeconds, ...]) -> Seconds:
+        """Return the seconds of a request from those of its stages."""
         prefill = sum(s.prefill_seconds + s.prefill_transfer_seconds for s in stages)
         decode = sum(s.decode_seconds + s.decode_transfer_seconds for s in stages)
         slowest = max(
@@ -266,8 +273,8 @@ class LatencyModel:
                 s.prefill_transfer_seconds + s.decode_transfer_seconds,
             )
         )
-        # In a pipeline of K stages, m micro-batches take m + K - 1 times one stage, if all are
-        # equal: once through all stages (the sums over m), and m - 1 times the slowest more.
+        # One micro-batch through all stages takes the sums (over m micro-batches) divided by m.
+        # Each of the m - 1 further micro-batches adds the slowest stage's time for one.
         training, tokens = self._workload.training, self._workload.new_tokens
         total = (prefill + decode + (self._num_passes - 1) * slowest) / self._num_passes
         busy = slowest
@@ -284,10 +291,11 @@ class LatencyModel:
         )
 
     def _kinds(self) -> set[int]:
+        """Return the kinds of all blocks in places."""
         return {self._profile.blocks[block].kind for place in self._places for block in place}
 
     def _work_of(self, kind: int) -> Floats:
-        """[3, steps]: arithmetic, bytes moved, and launches."""
+        """[3, steps]: FLOPs, bytes read and written, and launches of a kind of block."""
         traces = self._profile.kinds[kind].traces
         work = np.zeros((3, len(self._steps)))
         for regime in {step.regime for step in self._steps}:
@@ -300,8 +308,8 @@ class LatencyModel:
     def _boundary(self, kind: int, sender: int) -> Floats:
         """[(bytes, number), steps]: tensors sent over a cut.
 
-        `kind` is that of the first block behind the cut, `sender` that of the last block before it,
-        to which gradients come back.
+        `kind` is the kind of the first block after the cut, `sender` the kind of the last block
+        before it, which reads gradients in backward passes.
         """
         sent = np.zeros((2, len(self._steps)))
         for regime in {step.regime for step in self._steps}:
@@ -315,7 +323,7 @@ class LatencyModel:
 
 
 def _evaluate_at(rules: Sequence[Rule], values: Floats) -> Floats:
-    """[rules, …]: each rule at values […, monomials]."""
+    """[rules, …]: each rule evaluated at values […, monomials]."""
     table = np.zeros((len(rules), values.shape[-1]))
     for row, rule in zip(table, rules, strict=True):
         row[: len(rule)] = rule[: len(row)]

@@ -1,8 +1,8 @@
 """Memory of optimizers: states of each trained parameter, and temporaries of an update.
 
-They are torch's AdamW, SGD and Adafactor, and bitsandbytes' AdamW in 8 bit, as they work on a GPU.
-Matrices are updated first, with weight decay; vectors after them, without. It knows nothing of
-where the bytes lie.
+Modelled are torch's AdamW, SGD and Adafactor, and bitsandbytes' 8-bit AdamW, as they run on a GPU.
+Matrices are updated first, with weight decay; vectors are updated after them, without weight decay.
+This module knows nothing of devices.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from .workload import Optimizer
 
 MOST_TEMPORARIES = {"adamw": math.inf, "adamw8bit": 0, "adafactor": 2, "sgd": 0}
-"""How many tensors as large as their parameters are there at a time while these are updated."""
+"""The most parameter-sized temporaries live at a time during an update of a group."""
 _LEAST_8BIT_ELEMENTS = 4096  # bitsandbytes keeps the states of smaller tensors in float32
 _8BIT_BLOCK = 256
 _TABLE_BYTES = 1024
@@ -22,14 +22,14 @@ _TABLE_BYTES = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedTensor:
-    """A parameter with a gradient of its own type."""
+    """A trained parameter, whose gradient has the same dtype."""
 
     shape: tuple[int, ...]
     item_bytes: int
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the parameter, and of its gradient."""
+        """Bytes of the parameter; the gradient has as many."""
         return math.prod(self.shape) * self.item_bytes
 
     @property
@@ -39,7 +39,7 @@ class TrainedTensor:
 
 
 def state_bytes(optimizer: Optimizer, tensor: TrainedTensor) -> tuple[int, ...]:
-    """Return the sizes of a parameter's states, in the order of their allocation."""
+    """Return the bytes of each optimizer state of a parameter, in allocation order."""
     num_elements = math.prod(tensor.shape)
     if optimizer == "sgd":
         return ()
@@ -57,7 +57,10 @@ def state_bytes(optimizer: Optimizer, tensor: TrainedTensor) -> tuple[int, ...]:
 
 
 def shared_bytes(optimizer: Optimizer, tensors: Iterable[TrainedTensor]) -> tuple[int, ...]:
-    """Return the sizes of tables shared by states: the values of 8-bit numbers."""
+    """Return the bytes of tables shared by all states: the values of 8-bit codes.
+
+    Empty for other optimizers, and if all tensors are too small for 8-bit states.
+    """
     is_needed = optimizer == "adamw8bit" and any(
         math.prod(tensor.shape) >= _LEAST_8BIT_ELEMENTS for tensor in tensors
     )
@@ -65,6 +68,6 @@ def shared_bytes(optimizer: Optimizer, tensors: Iterable[TrainedTensor]) -> tupl
 
 
 def update_groups(tensors: Iterable[TrainedTensor]) -> list[list[TrainedTensor]]:
-    """Return the groups of parameters updated together, in order."""
+    """Return the parameters in groups that are updated together: matrices, then vectors."""
     trained = list(tensors)
     return [[tensor for tensor in trained if tensor.decays == decays] for decays in (True, False)]

@@ -1,12 +1,12 @@
 """Profile: the blocks of a model in execution order, with their costs.
 
 A profile holds rules, not one measurement. For every kind of block it keeps an *allocation trace*:
-the allocations and frees of a step, in order, each size a polynomial in the batch, the query tokens
-and the key tokens of the step. Replaying the traces through the allocator's model answers any
-batch, prompt, chunk and number of new tokens without running the model again.
+the allocations and frees of a step, in order, with each size a polynomial in the batch, the query
+tokens and the key tokens of the step. Replaying the traces through the allocator's model forecasts
+any batch, prompt, chunk and number of new tokens without running the model again.
 
-Traces hold for a *regime*: a phase of generation and a range of sizes in which the model's code
-does the same things. It knows nothing of devices or of torch.
+Traces hold for a *regime*: a phase and a range of sizes in which the model's code takes the same
+path. This module knows nothing of devices or of torch.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ Phase = Literal[
     "encode", "prefill", "extend", "decode", "release", "forward", "backward", "accumulate",
     "start", "serve",
 ]  # fmt: skip
-"""Of generation: images are encoded before the prompt, and their features end after it. And of a
-training step: the forward pass of a micro-batch, the backward pass of the first one, and that of
-later ones, whose gradients are added to what is there. And over a paged cache: the first step,
-which makes it, and any other."""
+"""The phase of a step. In generation: encode images, prefill, a later prompt chunk ("extend"),
+decode, and release image features after the prompt. In training: the forward pass of a micro-batch,
+the backward pass of the first micro-batch, and that of later ones, which accumulate gradients. Over
+a paged cache: the first step, which allocates the cache, and any other step ("serve")."""
 IMAGE_PHASES: tuple[Phase, ...] = ("encode", "release")
 TRAINING_PHASES: tuple[Phase, ...] = ("forward", "backward", "accumulate")
 
-# Fused attention copies a mask whose rows don't begin on a multiple of so many elements.
+# Fused attention copies a mask whose row length isn't a multiple of this number of elements.
 ALIGNED_TOKENS = 8
-# Weights that stream have so many places on their device: one that is used, one that is filled.
+# The number of device buffers for streamed weights: one computes while the next is filled.
 NUM_BUFFERS = 2
 
-# What a size may depend on: batch b, query tokens q, key tokens k (past and query together), and p,
-# which is k rounded up to a multiple of `ALIGNED_TOKENS`.
+# Monomials of rules: batch b, query tokens q, key tokens k (past and query together), and p, which
+# is k rounded up to a multiple of `ALIGNED_TOKENS`.
 MONOMIALS = ("1", "q", "k", "qk", "qq", "b", "bq", "bk", "bqk", "bqq", "p", "qp", "bp", "bqp")
-# The same in training: sequence length q, p as above, and q rounded up to the rows that fused
-# attention keeps (r), to the blocks (s) and to the tiles (t) that it adds gradients up in; and of
-# all sequences together the tokens of which the loss is computed at once (c), and how often (n).
+# Monomials in training: sequence length q, p as above, q rounded up to the rows that fused
+# attention keeps (r) and to the blocks (s) and tiles (t) in which it accumulates gradients; and for
+# all sequences together, the tokens per chunk of the loss (c) and the number of chunks (n).
 _OF_SEQUENCE = ("1", "q", "qq", "p", "qp", "r", "s", "t")
 TRAINING_MONOMIALS = (*_OF_SEQUENCE, *("b" + name.replace("1", "") for name in _OF_SEQUENCE))
 TRAINING_MONOMIALS += ("c", "n")
@@ -56,7 +56,7 @@ Rule = tuple[float, ...]
 """Coefficients of `MONOMIALS` (in training of `TRAINING_MONOMIALS`, over a paged cache of
 `serving.SERVING_MONOMIALS`), in bytes or FLOPs; trailing zeros may be left out."""
 Rules: TypeAlias = npt.NDArray[np.float64]
-"""[rules, monomials]: several of them."""
+"""[rules, monomials]: several rules as a matrix."""
 
 
 def monomials(batch: int, query: int, keys: int) -> tuple[int, ...]:
@@ -85,11 +85,15 @@ def training_monomials(batch: int, tokens: int) -> tuple[int, ...]:
 
 
 def _aligned(tokens: int, multiple: int = ALIGNED_TOKENS) -> int:
+    """Round up to a multiple."""
     return -(-tokens // multiple) * multiple
 
 
 def buffer_bytes(streamed_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Return the buffers for streamed weights: one computes while the next is filled."""
+    """Return the size of each device buffer for streamed weights, given each block's bytes.
+
+    Blocks use the buffers in turn: one computes while the next is filled.
+    """
     return tuple(
         max(streamed_bytes[number::NUM_BUFFERS])
         for number in range(min(NUM_BUFFERS, len(streamed_bytes)))
@@ -97,21 +101,21 @@ def buffer_bytes(streamed_bytes: Sequence[int]) -> tuple[int, ...]:
 
 
 def evaluate(rule: Rule, values: Sequence[int]) -> int:
-    """Return a rule's value at `monomials(…)`, rounded to the nearest integer."""
+    """Return a rule's value for these values of its monomials, rounded to the nearest integer."""
     return round(sum(c * v for c, v in zip(rule, values, strict=False) if c))
 
 
 def rules_of(rules: Sequence[Rule]) -> Rules:
-    """Return rules as a matrix, for `evaluate_all`."""
+    """Return rules as a matrix for `evaluate_all`, padded with zeros."""
     longest = max(map(len, rules), default=0)
     padded = [[*rule, *[0.0] * (longest - len(rule))] for rule in rules]
     return np.array(padded, np.float64).reshape(len(rules), longest)
 
 
 def evaluate_all(rules: Rules, values: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """Evaluate all rules at once, each clipped to `END_OF_ADDRESSES`.
+    """Evaluate all rules at once, each value at most `END_OF_ADDRESSES`.
 
-    The values are those of one step, or of several steps: [monomials, steps].
+    `values` are the monomials of one step, [monomials], or of several steps, [monomials, steps].
     """
     present = np.asarray(values)[: rules.shape[1]]
     exact = np.rint(rules[:, : len(present)] @ present)
@@ -119,10 +123,10 @@ def evaluate_all(rules: Rules, values: npt.ArrayLike) -> npt.NDArray[np.int64]:
 
 
 ENDLESS = 2**40
-"""More tokens than any step has."""
+"""A number of tokens larger than in any step, for open ranges."""
 Key = tuple[int, int]
-"""A block and the number of an allocation in its trace, or -1 - that in an earlier step's; block -1
-stands for the model's inputs."""
+"""An allocation: its block, and its number in the block's trace. A number n below 0 means
+allocation -1 - n of an earlier step. Block -1 stands for the model's inputs."""
 
 
 # The trace of block 5, a decoder layer behind another one, in a decode step:
@@ -133,20 +137,20 @@ stands for the model's inputs."""
 #   alloc 2                        the layer's output
 #   free  own 0                    queries
 #   free  earlier 2, back 1        allocation 2 of block 4: the hidden states
-#   read  earlier 2, back 1        the same, copied where block 4 is on another device
-#   read  carried 0                a mask that block 0 has made
+#   read  earlier 2, back 1        the hidden states, copied if block 4 is on another device
+#   read  carried 0                a mask made by block 0
 #
 # References are relative to the block, so equal layers have equal traces: one `BlockKind`.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ref:
-    """An allocation, seen from a block.
+    """A reference from a block's trace to an allocation.
 
-    The origin is "own", made by this block in this step; "earlier", by the one `back` blocks
-    before; "kept", by this block in an earlier step (a KV cache); "carried", by any block in this
-    step and used far from it (masks, position embeddings; `index` is into `Regime.carried`); or
-    "input", given by the caller or, with `back`, kept by an earlier step of another block (features
-    of images). `index` is the number of the allocation in the trace of the block that made it, of
-    the slot of a cache, or of the model's input.
+    `origin` is "own": made by this block in this step; "earlier": made in this step by the block
+    `back` blocks before (after, if negative: a gradient); "kept": made by this block in an earlier
+    step (KV cache); "carried": made in this step by a distant block (masks, position embeddings);
+    or "input": an input of the model or, with `back`, made in an earlier step by another block
+    (image features). `index` is the number of the allocation in its maker's trace, the slot of a
+    "kept" cache, or the index into `Regime.carried`.
     """
 
     origin: Literal["own", "earlier", "kept", "carried", "input"]
@@ -156,7 +160,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """A tensor argument of a block, copied from another device if necessary."""
+    """A tensor argument of a block, which is copied if it is on another device."""
 
     ref: Ref
     size: Rule
@@ -166,13 +170,13 @@ class Read:
 class AllocationTrace:
     """The events of a step in a kind of block.
 
-    `sizes` are the bytes of each allocation, in order, before rounding. Of the `events`, None is
-    the next allocation and a Ref is a free. `retained` allocations outlive the step (the KV cache).
-    `reads` come in as arguments; those of them that are `live_through` are not given to the block
-    itself but to a module that begins with it, for a later block: no backward pass of this block
-    needs them. After `matmul_at` of the events comes the first matrix product of cuBLAS's,
-    which takes the workspace. `moved_bytes` are those that operations read and write, and
-    `launches` counts operations that start a kernel.
+    `sizes` are the bytes of each allocation, in order, before rounding. In `events`, None stands
+    for the next allocation and a Ref for a free. `retained` are the numbers of allocations that
+    outlive the step (KV cache, gradients). `reads` are the tensor arguments. `live_through` are
+    indices of reads that are passed not to the block itself but to a container that begins with it,
+    for a later block: this block's backward pass doesn't need them. `matmul_at` is the number of
+    events before the first matrix product, which allocates cuBLAS's workspace; None without one.
+    `moved_bytes` are the bytes read and written by operations, `launches` the kernels started.
     """
 
     sizes: tuple[Rule, ...]
@@ -188,12 +192,12 @@ class AllocationTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regime:
-    """The phase and the ranges of a set of traces; all ranges are half-open.
+    """The phase and the half-open ranges of sizes for which a set of traces holds.
 
-    `is_batched` is several sequences, with padding. The ranges are those of the tokens that come
-    in, that came before, and of both. `aligned` says whether the keys that are attended to are a
-    multiple of `ALIGNED_TOKENS`, where that makes a difference. `carried` are the allocations that
-    are used far from where they are made: block, number in its trace.
+    `is_batched` means several sequences, with padding. `query`, `past` and `keys` are the ranges of
+    the tokens of the step, of the tokens before it, and of both together. `aligned` is True if keys
+    must be a multiple of `ALIGNED_TOKENS`, False if they must not, None if the traces hold for
+    both. `carried` are the allocations used by distant blocks, as (block, number in its trace).
     """
 
     phase: Phase
@@ -205,7 +209,7 @@ class Regime:
     carried: tuple[tuple[int, int], ...] = ()
 
     def holds(self, phase: Phase, *, batch: int, query: int, keys: int) -> bool:
-        """Return True if the traces of this regime describe such a step."""
+        """Return True if the traces of this regime hold for a step of these sizes."""
         return (
             self.phase == phase
             and self.is_batched == (batch > 1)
@@ -220,11 +224,11 @@ class Regime:
 class BlockKind:
     """The costs of a kind of block.
 
-    `weight_bytes` has each parameter and buffer, in the model's order; tied ones only where they
-    are met first. There is one trace for each of the profile's regimes. `streamed_bytes` is what
-    the weights take on a device for the time of a call, where they stay on the host otherwise
-    (`Profile.offloading`); `weight_bytes` is empty then. In training, `trained` has each
-    parameter that gets a gradient.
+    `weight_bytes` are the bytes of each parameter and buffer, in the model's order; a tied tensor
+    counts only in the first block that has it. `traces` has one trace for each of the profile's
+    regimes. If the weights are offloaded to the host (`Profile.offloading`), `weight_bytes` is
+    empty, and `streamed_bytes` are their bytes on the device during a call. In training, `trained`
+    has each parameter with a gradient.
     """
 
     weight_bytes: tuple[int, ...]
@@ -235,15 +239,15 @@ class BlockKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileBlock:
-    """Modules to keep whole on a device.
+    """Modules that must be together on one device.
 
-    The names of its `modules` are disjoint, and hold all its parameters and buffers; without any,
-    the block is what the caller does with a step's outputs. `kind` is an index into
-    `Profile.kinds`. It must have the device of the earlier block that it is `tied_to`: they share a
-    parameter. `inside` are the first blocks of modules that contain this block and others, the
-    outermost first: what is given to such a module goes to the device of its first block. A block
-    `streams` if its tensors are used within calls of its modules only, so that they may come for a
-    call and go after it.
+    The `modules` are disjoint and hold all parameters and buffers of the block. A block without
+    modules is work of the caller or of model code between modules. `kind` is an index into
+    `Profile.kinds`. The block must have the device of the earlier block `tied_to`, which shares a
+    parameter with it or whose device its work needs; None if there is no such block. `inside` are
+    the first blocks of the containers of this block, outermost first: arguments of a container go
+    to the device of its first block. A block `streams` if its tensors are used only within calls of
+    its modules, so that its weights may be copied to the device for each call.
     """
 
     modules: tuple[str, ...]
@@ -255,16 +259,17 @@ class ProfileBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Everything about a model for planning.
+    """The description of a model from which plans are made.
 
-    Blocks are in execution order. The fingerprint is the checkpoint's or model's, `model` the
-    class's name, for people, and `dtype` the type of the weights. `max_context_tokens` is what the
-    model was made for, `conditions` what it was run under: other workloads are refused
-    (`refuse_other`), and so are prompts shorter than `least_prompt_tokens`, which hold no images.
-    `notes` are sentences that a person should know who plans with it; plans repeat them. Rules may
-    have a coefficient for each of the `flash_shapes` as well, behind those of all monomials.
-    `needs_movers` says that model code gives blocks what it made on the host, and
-    `reads_images_in_chunks` that it can read some of a prompt with images at a time.
+    `blocks` are in execution order. `fingerprint` identifies the checkpoint or model object,
+    `model` is the class name, for display, and `dtype` the dtype of the weights.
+    `max_context_tokens` is the longest context of the model, or None if unknown. `tensor_names` are
+    the names by block, or None if not recorded. `conditions` are those of the trace: workloads
+    under other conditions are refused (`refuse_other`), and so are prompts shorter than
+    `least_prompt_tokens`, too short for their images. `notes` are sentences for the user, which
+    plans repeat. Rules may have a further coefficient for each of the `flash_shapes`, after those
+    of all monomials. `needs_movers` is True if model code passes tensors created on the host to
+    blocks, `reads_images_in_chunks` if a prompt with images can be prefilled in chunks.
     `empty_modules` are the names of modules without tensors.
     """
 
@@ -291,20 +296,20 @@ class Profile:
         assert all(len(kind.traces) == len(self.regimes) for kind in self.kinds)
 
     def root_of(self, block: int) -> int:
-        """Return the block at the end of a chain of ties, or the block itself."""
+        """Return the block at the end of a chain of ties; the block itself if it isn't tied."""
         while (partner := self.blocks[block].tied_to) is not None:
             block = partner
         return block
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all parameters and buffers, ties counted once."""
+        """Bytes of all parameters and buffers, tied tensors counted once."""
         return sum(sum(self.kinds[block.kind].weight_bytes) for block in self.blocks)
 
     def values(
         self, monomials: tuple[int, ...], batch: int, query: int, keys: int
     ) -> tuple[int, ...]:
-        """Return the arguments of rules: the monomials of a step, and parts of flash attention."""
+        """Return the arguments of rules: a step's monomials, then `part_rows` of `flash_shapes`."""
         if not self.flash_shapes:
             return monomials
         absent = (0,) * (len(MONOMIALS) - len(monomials))
@@ -313,7 +318,10 @@ class Profile:
 
     @property
     def outline(self) -> Outline:
-        """The names of all tensors, to check device maps; ModelError without any."""
+        """The names of all tensors, to check device maps.
+
+        Raises ModelError if the profile has no `tensor_names`.
+        """
         if self.tensor_names is None:
             raise ModelError(f"the profile of {self.model} holds no names of tensors")
         return Outline(
@@ -337,14 +345,14 @@ class Profile:
         )
 
     def streamed_bytes(self, blocks: Sequence[int]) -> list[int]:
-        """Return the bytes of streamed weights of some blocks."""
+        """Return the streamed bytes of each given block with weights on the host."""
         kinds = (self.kinds[self.blocks[block].kind] for block in blocks)
         return [kind.streamed_bytes for kind in kinds if kind.streamed_bytes]
 
     def offloading(self, blocks: Collection[int]) -> Profile:
-        """Return the profile with the weights of some blocks on the host.
+        """Return the profile with the weights of the given blocks on the host.
 
-        They are blocks that stream, of one module each.
+        Each of these blocks must stream and consist of one module.
         """
         offloaded_blocks = frozenset(blocks)
         kinds = dict.fromkeys(self.kinds)
@@ -361,7 +369,7 @@ class Profile:
         return replace(self, blocks=tuple(changed), kinds=tuple(number))
 
     def key_of(self, block: int, ref: Ref, regime: int) -> Key:
-        """Return the key of the allocation behind a reference in a block's trace."""
+        """Return the key of the allocation that a reference in a block's trace means."""
         if ref.origin == "own":
             return block, ref.index
         if ref.origin == "earlier":
@@ -369,27 +377,27 @@ class Profile:
         if ref.origin == "carried":
             return self.regimes[regime].carried[ref.index]
         if ref.back:
-            return block - ref.back, -1 - ref.index  # no allocation of this step
+            return block - ref.back, -1 - ref.index  # an allocation of an earlier step
         return -1, ref.index
 
     @property
     def encodes_images(self) -> bool:
-        """True if images are encoded in steps of their own."""
+        """True if images are encoded in separate steps before the prompt."""
         return any(regime.phase == "encode" for regime in self.regimes)
 
     @property
     def is_of_steps(self) -> bool:
-        """True for a profile of certain steps, without rules for others."""
+        """True if the profile holds only for the recorded steps, without rules for others."""
         return all(regime.query[1] - regime.query[0] == 1 for regime in self.regimes)
 
     def answers(self, batch: int) -> bool:
-        """Return True if there are rules for so many sequences, a single or several."""
+        """Return True if there are rules for this batch (a single sequence or several)."""
         if self.conditions.is_paged:
             return True
         return any(regime.is_batched == (batch > 1) for regime in self.regimes)
 
     def refuse_other(self, conditions: Conditions) -> None:
-        """Raise UsageError for a workload under other conditions than the profile was made for."""
+        """Raise UsageError if these conditions differ from those of the profile."""
         differ = [
             f"{part.name} {getattr(conditions, part.name)} (not {value})"
             for part in fields(conditions)
@@ -404,7 +412,7 @@ class Profile:
     def regime_of(self, phase: Phase, *, batch: int, query: int, keys: int) -> int:
         """Return the index of the regime of a step.
 
-        UsageError is raised for a step that is larger than any that the profile knows.
+        Raises UsageError if no regime holds for the step, such as a step beyond all ranges.
         """
         for index, regime in enumerate(self.regimes):
             if regime.holds(phase, batch=batch, query=query, keys=keys):

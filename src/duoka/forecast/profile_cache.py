@@ -28,7 +28,10 @@ _PACKAGES = ("torch", "transformers", "duoka")
 
 
 def find_profile(fingerprint: str, workload: Workload) -> Profile | None:
-    """Return the cached profile of a checkpoint, or None."""
+    """Return the cached profile of a checkpoint for a workload, or None if there is none.
+
+    A profile for all workloads is preferred to a profile for this workload alone.
+    """
     versions = _versions()
     for alone in (False, True):
         key = _key(fingerprint, workload, versions, alone=alone)
@@ -43,9 +46,9 @@ def find_profile(fingerprint: str, workload: Workload) -> Profile | None:
 
 
 def keep_profile(profile: Profile, workload: Workload, *, alone: bool = False) -> None:
-    """Keep a profile: for all workloads under the same conditions, or for this workload alone.
+    """Cache a profile for all workloads under the same conditions, or for this workload alone.
 
-    That it can't be kept is no reason to fail.
+    Errors of the file system are ignored.
     """
     path = _path(_key(profile.fingerprint, workload, _versions(), alone=alone))
     try:
@@ -56,13 +59,13 @@ def keep_profile(profile: Profile, workload: Workload, *, alone: bool = False) -
 
 
 def _key(fingerprint: str, workload: Workload, versions: Mapping[str, str], *, alone: bool) -> str:
-    """Return the file name of a profile, a hash of its dependencies."""
+    """Return the file name of a profile: a hash of everything that the profile depends on."""
     parts = {
         "format": _VERSION,
         "fingerprint": fingerprint,
         "dtype": workload.dtype,
         "conditions": to_dict(workload.conditions),
-        # The trace has no workspaces; of a generation the conditions say the rest.
+        # Traces have no workspaces; the rest of the GPU generation is part of the conditions.
         "workload": to_dict(replace(workload, gpu_generation=GpuGeneration(0))) if alone else None,
         **versions,
     }
@@ -70,11 +73,12 @@ def _key(fingerprint: str, workload: Workload, versions: Mapping[str, str], *, a
 
 
 def _path(key: str) -> Path:
+    """Return the path of a cached profile."""
     return cache_directory() / "profiles" / f"{key}.json"
 
 
 def _versions() -> dict[str, str]:
-    """Return the installed versions of the packages behind a profile; empty if not installed."""
+    """Return the installed version of each package; an empty string if not installed."""
     versions = dict.fromkeys(_PACKAGES, "")
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):

@@ -1,8 +1,8 @@
-"""Replay: run the allocation events of a stage through the allocator's model.
+"""Replay: run the allocation events of a stage through the model of CUDA's caching allocator.
 
-This is the one function that the planner optimises, the forecast reports and the virtual run is
-held against. A workload is a schedule of passes over a stage's blocks; `replay_serving` and
-`replay_training` have schedules of their own. It knows nothing of time.
+The planner optimises the result of a replay, the forecast reports it, and the virtual run is
+compared with it. A workload is a schedule of passes over a stage's blocks; `replay_serving` and
+`replay_training` define their own schedules. This module knows nothing of time.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from .workload import Workload
 
 T = TypeVar("T")
 
-# Decode steps differ in their length alone. Where all of them would be more events than these, only
-# the first and last ones and those where a cache outgrows its segment are replayed: allocated bytes
-# are the same but for what a cache's block has left unsplit, up to 1 MiB, and reserved bytes differ
-# by a segment at most where a token takes up to 4 KiB of a cache's block. Where it takes more
-# (large batches), which blocks are free for whom changes with every token: steps in between are
-# replayed as well.
+# Decode steps differ only in the length of the KV cache. If all of them have more events than
+# _MOST_EVENTS, only the first and last steps are replayed, and those where a cache tensor outgrows
+# its segment. Allocated bytes are then exact but for the unsplit rest of a cache's block, up to
+# 1 MiB, and reserved bytes are off by one segment at most if a cache tensor grows by up to 4 KiB
+# per token. If it grows faster (large batches), each token may change which free blocks fit, so up
+# to _MOST_STEPS_BETWEEN steps in between are replayed too.
 _MOST_EVENTS = 200_000
 _SMALL_GROWTH_BYTES = 4096
 _MOST_STEPS_BETWEEN = 4096
-# What a step costs changes slowly with its length: of more steps than these some stand for others.
+# Seconds change slowly with the length: of more steps than these, a sample stands for all.
 _MOST_SAMPLES = 64
 
 
 class Replay(AllocEvents):
     """A profile at a workload, to replay its stages.
 
-    With `brief` it leaves out the steps between the first and the last ones of a phase: for bounds
-    and for seconds. Otherwise every step counts that changes what PyTorch's allocator holds.
+    With `brief` only the first two and last two steps of a phase are kept, for lower bounds and for
+    seconds. Otherwise every step that changes the allocator's memory is kept.
     """
 
     def __init__(self, profile: Profile, workload: Workload, *, brief: bool = False) -> None:
@@ -57,9 +57,10 @@ class Replay(AllocEvents):
         device_of: Sequence[str] | None = None,
         usable_bytes: float = inf,
     ) -> StageBytes | None:
-        """Return the peaks of a stage; None where the capacity is too small.
+        """Return the peaks of a stage; None if the stage needs more than the capacity.
 
-        A replay pauses where more than the usable bytes are reserved; a later one goes on there.
+        The replay pauses after the first pass that reserves more than the usable bytes; a later
+        call with the same blocks and capacity resumes there.
         """
         key = (stage_signature(self.profile, blocks), capacity_bytes)
         try:
@@ -73,11 +74,11 @@ class Replay(AllocEvents):
         return peaks
 
     def is_paused(self, blocks: Sequence[int], capacity_bytes: int) -> bool:
-        """Return True if the peaks of a stage cover its first steps alone."""
+        """Return True if the replay of a stage has paused: its peaks cover only the first steps."""
         return (stage_signature(self.profile, blocks), capacity_bytes) in self._paused
 
     def passes(self, stage: StageRun) -> Iterator[None]:
-        """Run the passes of a stage, in an iterator with a stop after each pass."""
+        """Run the passes of a stage, yielding after each pass."""
         for step in range(len(self.steps)):
             stage.run_pass(step)
             yield
@@ -86,10 +87,11 @@ class Replay(AllocEvents):
         """Compile a pass over a stage's blocks."""
         first_block, last_block = min(compiler.blocks), max(compiler.blocks)
         compiler.run(range(first_block, last_block + 1))
-        # Blocks behind the last one free what is theirs; nothing is allocated in between.
+        # Remaining tensors would be freed by later stages, while this stage allocates nothing.
         compiler.release_all()
 
     def _step(self, phase: Phase, query: int, keys: int) -> ForecastStep:
+        """Return the step of a phase at these sizes."""
         batch = self.workload.batch
         return ForecastStep(
             phase=phase,
@@ -100,21 +102,21 @@ class Replay(AllocEvents):
         )
 
     def step_over(self, query: int, past: int) -> ForecastStep:
-        """Return a step of so many tokens after so many others."""
-        # A one-token step after others is what decoding does.
+        """Return a step of `query` tokens after `past` tokens."""
+        # A step of one token after others is a decode step.
         phase: Phase = "prefill" if not past else "extend" if query > 1 else "decode"
         if phase == "prefill" and not self.profile.is_of_steps:
-            query = max(query, 2)  # rules are made from several tokens; one takes no more
+            query = max(query, 2)  # prefill rules hold from 2 tokens on; one token takes no more
         return self._step(phase, query, past + query)
 
     def prompt_steps(self) -> list[tuple[ForecastStep, float]]:
-        """Return the steps over the prompt with the number of steps represented by each."""
+        """Return steps over the prompt, each with the number of real steps it stands for."""
         chunks = [self.step_over(*chunk) for chunk in self.workload.chunks()]
         return [(step, 1.0) for step in self.encoding_steps()] + sample(chunks)
 
     def _schedule(self) -> list[ForecastStep]:
         chunks = self.workload.chunks()
-        steps = [self.step_over(*chunk) for chunk in (_ends(chunks) if self.brief else chunks)]
+        steps = [self.step_over(*chunk) for chunk in (_take_ends(chunks) if self.brief else chunks)]
         if encoding := self.encoding_steps():
             steps = [*encoding, *steps, self._step("release", 0, 0)]
         keys = range(self.workload.prompt_tokens + 1, self.workload.context_tokens)
@@ -133,14 +135,13 @@ class Replay(AllocEvents):
     def _decode_lengths(self, keys: range) -> Sequence[int]:
         """Choose the lengths of the decode steps to replay."""
         if self.brief:
-            return _ends(keys)
+            return _take_ends(keys)
         if not keys or len(keys) * self._num_events(keys[-1]) <= _MOST_EVENTS:
             return keys
-        # Which lengths need a replay follows from the sizes of caches: a cache is allocated anew in
-        # every step, and asks for another segment only where its size class changes. A cache that
-        # grows over 8, 9, 10, 11, 12, 13 MiB needs segments of 20, 20, 10, 12, 12, 14 MiB: lengths
-        # at which it reaches 10, just over 10, and just over 12 MiB are replayed.
-        chosen_lengths = {*_ends(keys)}
+        # Every step allocates a longer cache tensor, which needs a segment of another size only if
+        # its size class changes. A tensor that grows from 8 to 13 MiB in steps of 1 MiB needs
+        # segments of 20, 20, 10, 12, 12, 14 MiB: the lengths at 10, 11 and 13 MiB are replayed.
+        chosen_lengths = {*_take_ends(keys)}
         rules = {
             trace.sizes[index]
             for kind in self.profile.kinds
@@ -163,7 +164,7 @@ class Replay(AllocEvents):
         return sorted(chosen_lengths)
 
     def _num_events(self, keys: int) -> int:
-        """Count the allocations and frees of a decode step, in all blocks."""
+        """Count the allocations and frees of a decode step over `keys` tokens, in all blocks."""
         regime = self._step("decode", 1, keys).regime
         return sum(
             len(self.profile.kinds[block.kind].traces[regime].events)
@@ -172,10 +173,10 @@ class Replay(AllocEvents):
 
 
 def stage_signature(profile: Profile, blocks: Sequence[int]) -> tuple[int, ...]:
-    """Return a key, equal for stages of equal costs.
+    """Return a key that is equal only for stages of equal costs.
 
-    It has the kinds of blocks in order, how far each is behind the one before, and whether the
-    model's input and its end are on the stage.
+    The key has the kinds of the blocks in order, the gap from each block to the next, and whether
+    the first and the last block of the model are on the stage.
     """
     kinds = [profile.blocks[block].kind for block in blocks]
     gaps = [after - before for before, after in pairwise(blocks)]
@@ -184,11 +185,11 @@ def stage_signature(profile: Profile, blocks: Sequence[int]) -> tuple[int, ...]:
 
 
 class StageRun:
-    """A replay of a stage on a device of its own, pass by pass.
+    """The replay of one stage on the empty memory of a device, pass by pass.
 
-    `retained` are the caches or gradients, block by block, and `num_kept` their number per block.
-    The first matrix product of forward passes takes cuBLAS's workspace for good; so does that of
-    backward passes, which run in another thread.
+    `retained` are the cache or gradient tensors, block by block, and `num_kept` their number per
+    block. cuBLAS's workspace is allocated for good before the first matrix product of a forward
+    pass, and once more for backward passes, which run in another thread.
     """
 
     def __init__(
@@ -214,18 +215,18 @@ class StageRun:
         self.is_paused = False
         self._passes = replay.passes(self)
         self._has_workspace: set[bool] = set()
-        # What the last forward pass has left for a backward pass.
+        # Keys of the allocations that the last forward pass saved for its backward pass.
         self._saved: tuple[Key, ...] = ()
-        # Programs for copies by way of other devices, or between two passes, hold here alone.
+        # Programs with `device_of`, and those of training, are not shared with other stages.
         is_shared = device_of is None and replay.workload.training is None
         self._programs = replay.programs if is_shared else {}
         self._signature = stage_signature(profile, self.blocks)
 
     def run(self, usable_bytes: float = inf) -> StageBytes:
-        """Replay the passes until more is reserved than is usable, and return the peaks."""
+        """Replay passes until one reserves more than the usable bytes, and return the peaks."""
         memory, weights = self.memory, self._weight_bytes
-        # `any` stops behind the first pass that exceeds the limit. The generator stays there, with
-        # the allocator as it is, and the next call goes on from the next pass.
+        # `any` stops after the first pass that exceeds the limit. The generator and the allocator
+        # keep their state, so the next call continues with the next pass.
         self.is_paused = any(memory.max_reserved > usable_bytes for _ in self._passes)
         kept_bytes, optimizer = memory.cached_at_peak, memory.aside_at_peak
         is_training = self.replay.workload.training is not None
@@ -241,11 +242,11 @@ class StageRun:
         )
 
     def run_pass(self, step: int, saved: Sequence[Held] = ()) -> list[Held]:
-        """Run a pass and return its saved blocks, with which the backward pass is run."""
+        """Run a pass, and return the blocks to pass as `saved` to its backward pass."""
         replay = self.replay
         is_backward = replay.is_backward(step)
         workspace = 0 if is_backward in self._has_workspace else replay.workspace_bytes
-        # Steps of one regime with as many caches run the same code; only their sizes differ.
+        # Steps of one regime with equal numbers of caches run the same code with other sizes.
         key = (self._signature, workspace, replay.steps[step].regime, self.num_kept)
         if key not in self._programs:
             compiler = StageCompiler(
@@ -271,12 +272,12 @@ class StageRun:
 
 
 def sample(items: Sequence[T]) -> list[tuple[T, float]]:
-    """Return items at even distances, each with the number of items represented."""
+    """Return up to `_MOST_SAMPLES` evenly spaced items, each with the number it stands for."""
     number = min(len(items), _MOST_SAMPLES)
     ends = [len(items) * index // number for index in range(number + 1)] if number else []
     return [(items[(start + stop) // 2], float(stop - start)) for start, stop in pairwise(ends)]
 
 
-def _ends(items: Sequence[T]) -> Sequence[T]:
+def _take_ends(items: Sequence[T]) -> Sequence[T]:
     """Return the first two and the last two items."""
     return items if len(items) <= 4 else [*items[:2], *items[-2:]]

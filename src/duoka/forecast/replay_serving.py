@@ -1,6 +1,6 @@
 """Replay of serving: steps of every size over a paged cache, until reserved memory is stable.
 
-It knows nothing of time but how much a step of requests computes.
+For seconds, it also makes steps with the work of given requests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .workload import Workload
 class ServingReplay(Replay):
     """A profile at a workload with a paged cache, to replay its stages.
 
-    With `brief` it has the first step and the largest one alone.
+    With `brief` it has only the first step and the largest step.
     """
 
     def __init__(self, profile: Profile, workload: Workload, *, brief: bool = False) -> None:
@@ -26,7 +26,7 @@ class ServingReplay(Replay):
         super().__init__(profile, workload, brief=brief)
 
     def step_over(self, query: int, past: int) -> ForecastStep:
-        """Return a step over a chunk of a prompt, or over a token of each sequence."""
+        """Return a prefill step over a chunk of one prompt, or a decode step over all sequences."""
         answering = query == 1 and past >= self.workload.prompt_tokens
         sequences = self.workload.batch if answering else 1
         size = StepSize(tokens=query * sequences, rows=query, logits=sequences)
@@ -35,7 +35,7 @@ class ServingReplay(Replay):
         return self._serve(size, keys, pairs=pairs)
 
     def prompt_steps(self) -> list[tuple[ForecastStep, float]]:
-        """Return the steps over the prompts of all sequences, in turn."""
+        """Return the prefill steps of the prompts of all sequences, one prompt after another."""
         steps = super().prompt_steps()
         return [(step, weight * self.workload.batch) for step, weight in steps]
 
@@ -52,6 +52,7 @@ class ServingReplay(Replay):
         pairs: int | None = None,
         is_first: bool = False,
     ) -> ForecastStep:
+        """Return a step of this size; by default with the most gathered tokens (for memory)."""
         phase: Phase = "start" if is_first else "serve"
         gathered = self.capacity.gathered_tokens if gathered is None else gathered
         values = serving_monomials(
@@ -66,13 +67,13 @@ class ServingReplay(Replay):
         return ForecastStep(phase=phase, query=tokens, keys=tokens, regime=regime, values=values)
 
     def passes(self, stage: StageRun) -> Iterator[None]:
-        """Run the first step, and steps of every size until no segment is added.
+        """Run the first step, then rounds of all step sizes until a round adds no segment.
 
-        `serving` says why more steps need no more memory then.
+        The docstring of `serving` explains why later steps then need no more memory.
         """
-        # A fixed point of the segments. A new segment changes which free blocks later steps split,
-        # so the same sizes may need one more in the next round; a round that adds none finds the
-        # same segments again, as any order of these sizes does.
+        # A fixed point: a new segment changes which free blocks later steps split, so the same
+        # sizes may need another segment in the next round. After a round without a new segment,
+        # steps in any order find the same segments.
         stage.run_pass(0)
         memory, reserved = stage.memory, -1
         while reserved < memory.max_reserved:
@@ -80,5 +81,5 @@ class ServingReplay(Replay):
             for step in range(1, len(self.steps)):
                 stage.run_pass(step)
             yield
-        if memory.is_pressed:  # segments were given back: they could be missing later
+        if memory.is_pressed:  # segments were returned, so a later step might need them again
             raise OutOfCapacity(0, reserved, memory.allocated, reserved)

@@ -1,11 +1,11 @@
-"""Replay of training: run its steps through the allocator's model, stage by stage.
+"""Replay of training: run training steps through the allocator's model, stage by stage.
 
-One step is some micro-batches, each a forward pass over a stage's blocks and a backward pass over
-them in reverse, then the optimizer, which makes its states in its first step. Gradients are set to
-None at the end of a step.
+One step is several micro-batches, each a forward pass over a stage's blocks and a backward pass in
+reverse order, then the optimizer's update. The optimizer allocates its states in the first step.
+Gradients are set to None at the end of a step.
 
-It knows nothing of how long anything takes, nor of copies that reach a block by way of a third
-device: a placement that isn't contiguous is replayed as if they came straight.
+This module knows nothing of time, nor of copies that reach a block by way of a third device: in a
+placement that isn't contiguous, copies are replayed as if they came directly.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from .replay_serving import ServingReplay
 from .workload import Training, Workload
 
 FORWARD, BACKWARD, ACCUMULATE = range(3)
-"""The steps of a replay: passes of a micro-batch, by their place in `TrainingReplay.steps`."""
+"""Indices into `TrainingReplay.steps`: the passes of a micro-batch."""
 
-# Where what is free doesn't come round to what it was before, so many steps and micro-batches stand
-# for all. The optimizer's states are made in the first step, and are there from the second one on.
+# If the allocator's state doesn't repeat, at most _MOST_STEPS steps are replayed, each with at most
+# _MOST_ROUNDS micro-batches beyond those in flight. The optimizer's states exist from the end
+# of the first step on.
 _MOST_STEPS = 6
 _MOST_ROUNDS = 64
 
@@ -35,8 +36,8 @@ _MOST_ROUNDS = 64
 class TrainingReplay(Replay):
     """A profile at a workload of training, to replay its stages.
 
-    `place` is how many stages there are from this one to the end, itself included: with the
-    schedule "1f1b" that many micro-batches are in flight.
+    `place` is the number of stages from this one to the last, itself included: with the schedule
+    "1f1b" it limits the micro-batches in flight.
     """
 
     def __init__(self, profile: Profile, workload: Workload, *, place: int = 1) -> None:
@@ -44,23 +45,23 @@ class TrainingReplay(Replay):
         self.training: Training = workload.training
         self.place = place
         super().__init__(profile, workload)
-        # The block whose backward pass ends what a forward pass made.
-        self.ended_by = dict(self._ends())
+        # For each allocation freed in a backward pass, the block whose backward pass frees it.
+        self.ended_by = dict(self._find_freeing_blocks())
 
     @property
     def in_flight(self) -> int:
-        """The most micro-batches with a forward and no backward pass."""
+        """The largest number of micro-batches between their forward and their backward pass."""
         return in_flight(self.training, self.place)
 
     def prompt_steps(self) -> list[tuple[ForecastStep, float]]:
-        """Return the passes of a training step, each with its number of runs."""
+        """Return the passes of a training step, each with the number of its runs."""
         number = self.training.micro_batches
         return list(zip(self.steps, (float(number), 1.0, number - 1.0), strict=True))
 
     def passes(self, stage: StageRun) -> Iterator[None]:
-        """Run steps until the free blocks at the end of a step repeat.
+        """Run training steps until the allocator's state at the end of a step repeats.
 
-        Where the free blocks are decides on all that follows: further steps would repeat.
+        The free blocks determine all later allocations, so further steps would repeat too.
         """
         ends: set[Any] = set()
         while len(ends) < _MOST_STEPS:
@@ -73,51 +74,52 @@ class TrainingReplay(Replay):
             ends.add(end)
 
     def _run_micro_batches(self, stage: StageRun) -> None:
-        # Warm-up: forward passes until the limit. Steady state: a backward pass of the oldest
-        # micro-batch, then a forward pass. Cool-down: the backward passes that are left.
-        limit, flying = self.in_flight, list[list[Held]]()
+        """Run all passes of one training step, leaving out repetitions."""
+        # Warm-up: forward passes up to the limit. Steady state: a backward pass of the oldest
+        # micro-batch, then a forward pass. Cool-down: the remaining backward passes.
+        limit, pending = self.in_flight, list[list[Held]]()
         step = BACKWARD
         last_seen: dict[Any, int] = {}
         remaining = min(self.training.micro_batches, limit + _MOST_ROUNDS)
         while remaining:
-            if len(flying) == limit:
-                stage.run_pass(step, flying.pop(0))
+            if len(pending) == limit:
+                stage.run_pass(step, pending.pop(0))
                 step = ACCUMULATE
-                # The same allocator state leads to the same states again. If it was last seen with
-                # `period` more micro-batches to go, whole periods of the rest change nothing. With
-                # equal states at 40 and at 38 micro-batches to go, 38 % 2 = 0 are left to run.
-                state = _allocator_state(stage.memory, flying)
+                # Equal allocator states are followed by equal states. If the same state was seen
+                # with `period` more micro-batches remaining, whole periods of the rest can be left
+                # out. With equal states at 40 and 38 remaining, 38 % 2 = 0 still have to run.
+                state = _allocator_state(stage.memory, pending)
                 period = last_seen.setdefault(state, remaining) - remaining
                 if period:
                     remaining %= period
                     last_seen.clear()
                     if not remaining:
                         break
-            flying.append(stage.run_pass(FORWARD))
+            pending.append(stage.run_pass(FORWARD))
             remaining -= 1
-        while flying:
-            stage.run_pass(step, flying.pop(0))
+        while pending:
+            stage.run_pass(step, pending.pop(0))
             step = ACCUMULATE
 
     def compile_pass(self, compiler: StageCompiler) -> None:
-        """Compile a pass over a stage's blocks, with the frees of other stages' blocks."""
+        """Compile a pass over all blocks of the model: other stages' blocks only free tensors."""
         blocks = range(len(self.profile.blocks))
         if self.is_backward(compiler.step):
             compiler.run(blocks[::-1])
             compiler.release_all()
             return
-        # When the outputs come back to the caller, the last block, that is gone already.
+        # Unsaved tensors are freed before the outputs come back to the caller, the last block.
         for part in (blocks[:-1], blocks[-1:]):
             compiler.run(part)
             self._release_unsaved(compiler)
 
     def _release_unsaved(self, compiler: StageCompiler) -> None:
-        """Free tensors without use in a backward pass on this stage, after the forward pass."""
-        # What is alive behind the blocks' forward pass, and what becomes of it:
+        """After a forward pass, free the tensors that no backward pass on this stage needs."""
+        # Tensors that are live after the blocks' forward pass:
         #
         #   made by               freed in the backward pass of    after the forward pass
         #   a block of the stage  one of the stage                 stays, saved
-        #   a block of the stage  none                             stays to the backward pass's end
+        #   a block of the stage  none                             stays to its backward pass's end
         #   a block of the stage  another stage's, which has       freed
         #                         saved a copy of its own
         #   another stage         any; a block here reads it       stays: this copy is saved
@@ -129,15 +131,15 @@ class TrainingReplay(Replay):
             if number not in self.trace(block, FORWARD).live_through
         }
         for key in list(compiler.alive):
-            # What only other stages save is freed on its own device, and so is a copy that was only
-            # on its way.
+            # A tensor saved by other stages alone is freed here, and so is a copy that only lived
+            # through.
             holder = self.ended_by.get(key)
             ends_here = holder is None if key[0] in compiler.blocks else key in inputs
             if not ends_here and holder not in compiler.blocks:
                 compiler.release(key)
 
     def _update(self, stage: StageRun, *, is_first: bool) -> None:
-        """Run the optimizer, and set gradients to None."""
+        """Run the optimizer's update, and set gradients to None."""
         optimizer = self.training.optimizer
         trained = [tensor for kind in stage.kinds for tensor in kind.trained]
         if is_first:
@@ -154,7 +156,8 @@ class TrainingReplay(Replay):
             stage.memory.release(gradient, cached=True)
         stage.retained, stage.num_kept = [], (0,) * len(stage.blocks)
 
-    def _ends(self) -> Iterator[tuple[Key, int]]:
+    def _find_freeing_blocks(self) -> Iterator[tuple[Key, int]]:
+        """Yield the allocations freed in a backward pass, each with the freeing block."""
         for block in range(len(self.profile.blocks)):
             for ref in self.trace(block, BACKWARD).events:
                 if ref is not None and ref.origin in ("own", "earlier", "carried"):
@@ -178,7 +181,7 @@ class TrainingReplay(Replay):
 def replay_of(
     profile: Profile, workload: Workload, *, place: int = 1, brief: bool = False
 ) -> Replay:
-    """Return the replay of a profile at a workload; in training at a place from the end."""
+    """Return the replay for the kind of workload; in training, of a stage at this place."""
     if workload.training is not None:
         return TrainingReplay(profile, workload, place=place)
     kind = ServingReplay if workload.is_paged else Replay
@@ -186,18 +189,18 @@ def replay_of(
 
 
 def in_flight(training: Training, place: int) -> int:
-    """Return the micro-batches in flight at a stage, at a place from the end."""
+    """Return the most micro-batches in flight at a stage (`place`: see `TrainingReplay`)."""
     most = {"sequential": 1, "gpipe": training.micro_batches, "1f1b": place}
     return min(most[training.schedule], training.micro_batches)
 
 
 def _allocator_state(memory: PlainMemory, flying: Sequence[Sequence[Held]] = ()) -> Any:
-    """Return the free blocks and saved activations, on which later requests depend."""
+    """Return the free blocks and saved activations, which determine all later allocations."""
     return memory.free_blocks(), *map(tuple, flying)
 
 
 def _hold_for_update(memory: PlainMemory, sizes: Sequence[int], most: float) -> None:
-    """Hold the temporaries of an update, so many at a time."""
+    """Allocate and free the temporaries of an update, with at most `most` live at a time."""
     temporaries: list[Held] = []
     for size in sizes:
         temporaries.append(_hold_aside(memory, size))
@@ -208,12 +211,13 @@ def _hold_for_update(memory: PlainMemory, sizes: Sequence[int], most: float) -> 
 
 
 def _hold_aside(memory: PlainMemory, size: int) -> Held:
-    """Allocate memory of the optimizer, counted as aside."""
+    """Allocate memory of the optimizer, counted in `memory.aside`."""
     memory.aside += rounded_bytes(size)
     block = memory.hold(size)
     _, num_bytes, requested = block
     if num_bytes > requested:
-        # The block isn't split, and all of it counts, at the peak as well: it is taken anew.
+        # The block wasn't split, so all its bytes count as `aside`. The block is allocated again,
+        # so that the peak has the larger number too.
         memory.release(block)
         memory.aside += num_bytes - requested
         block = memory.hold(size)
@@ -221,5 +225,6 @@ def _hold_aside(memory: PlainMemory, size: int) -> Held:
 
 
 def _release_aside(memory: PlainMemory, block: Held) -> None:
+    """Free memory of the optimizer, counted in `memory.aside`."""
     memory.aside -= block[1]
     memory.release(block)

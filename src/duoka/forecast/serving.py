@@ -1,16 +1,16 @@
 """Serving: the steps over a paged cache, as a finite set of sizes.
 
-Requests come and go in any order, but a step is padded to one of these sizes, and takes memory as
-these do. What layers need for the time of their attention is as large in every step: as the most
-keys that are gathered at once. So two steps of one size do the same, whatever is in them.
+Requests arrive and finish in any order, but every step is padded to one of these sizes, and its
+memory depends on the size alone. The attention workspace has the same size in every step: that of
+the most keys gathered at once. So two steps of one size allocate the same, for any requests.
 
-Between two steps nothing of theirs is left. What the allocator has then are its segments, and where
-in them the pages and weights lie; so the sizes of its segments are all that a step changes. Where
-no step of any size needs a further segment, none ever will, in whatever order they come. A step
-may have several pieces of attention, one after another, which leave nothing either: each finds what
-the same piece, as the only one, has found.
+A step frees all that it allocates. Between steps the allocator holds only the weights and pages, at
+fixed addresses, and its segments; so the set of segments is all that a step can change. Once no
+size of step needs a new segment, no later step will, in any order. A step may run its attention in
+several pieces, one after another. Each piece frees its memory too, so every piece starts from the
+same free memory as a single piece.
 
-It knows nothing of tensors, and of who asks for what.
+This module knows nothing of tensors or of individual requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .workload import Workload
 
 PAGE_TOKENS = 16
 PIECE_ROWS = 256
-"""Queries that attend to their keys in one kernel, at most."""
+"""The most queries of one piece of attention (one kernel call)."""
 _GATHERED_TOKENS = 8192
 
 
@@ -34,11 +34,11 @@ class StepSize:
     Parameters
     ----------
     tokens : int
-        Of all sequences together, padding included.
+        Tokens of all sequences together, padding included.
     rows : int
-        Queries of a piece of its attention.
+        Queries in each piece of attention, at most `PIECE_ROWS`.
     logits : int
-        Tokens after which there are logits.
+        Tokens for which logits are computed.
     """
 
     tokens: int
@@ -47,9 +47,10 @@ class StepSize:
 
 
 WarmUp = Literal["first", "largest", "every"]
-"""The steps to run before any request comes: the one that makes the pages, and which others."""
+"""The steps to run before the first request: only the step that allocates the pages, or also the
+largest sizes, or every size."""
 FIRST = StepSize(tokens=1, rows=1, logits=2)
-"""The step in which pages are made."""
+"""The step that allocates the pages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +60,17 @@ class Capacity:
     Parameters
     ----------
     sequences : int
-        Running requests.
+        The most running requests.
     context_tokens : int
-        Tokens of a request: prompt and generated.
+        The most tokens of a request: prompt and generated tokens.
     pages, page_tokens : int
-        Of the cache, and tokens of a page.
+        Pages of the cache, and tokens per page.
     step_tokens : int
-        Tokens that are computed at once.
+        The most tokens of a step.
     whole_prompts : bool
-        Whether a prompt has to be read at once.
+        True if a prompt must be prefilled in a single step.
     is_int8 : bool
-        Whether pages have 8-bit integers, with a scale for each token and head.
+        True if pages hold 8-bit integers, with a scale for each token and head.
     """
 
     sequences: int
@@ -82,7 +83,7 @@ class Capacity:
 
     @classmethod
     def of(cls, workload: Workload) -> Capacity:
-        """Return the capacity of a workload, by default with the fewest pages possible."""
+        """Return the capacity of a workload; by default with pages for one full-length request."""
         chunk = workload.prefill_chunk_tokens
         assert chunk != "auto", "resolve the chunk first"
         return cls(
@@ -96,56 +97,56 @@ class Capacity:
 
     @property
     def context_pages(self) -> int:
-        """The most pages to gather of a sequence, padding included."""
+        """The most pages gathered from one sequence, padding included."""
         return padded(-(-self.context_tokens // self.page_tokens))
 
     @property
     def gathered_pages(self) -> int:
-        """The most pages to gather at once."""
+        """The most pages gathered at once, from one sequence or several."""
         several = min(self.sequences * self.context_pages, _GATHERED_TOKENS // self.page_tokens)
         return max(self.context_pages, several)
 
     @property
     def gathered_tokens(self) -> int:
-        """Tokens of the gathered pages."""
+        """The tokens of `gathered_pages`."""
         return self.gathered_pages * self.page_tokens
 
     @property
     def page_numbers(self) -> int:
-        """The longest block table of a step, for layers of equal windows.
+        """The most block table entries of a step, for all layers with the same attention window.
 
-        Up to a fifth of the sequences computed together may be padding, and the longest is at most
-        1.25 times as long as the shortest; `context_pages` has that already.
+        Up to a fifth of the sequences computed together may be padding. The padding of each to the
+        longest sequence is included in `context_pages`.
         """
         return (-(-5 * self.sequences // 4) + 1) * self.context_pages
 
     def padded_pages(self, number: int) -> int:
-        """Return the pages to gather for so many of a sequence, with padding."""
+        """Return the pages to gather for a sequence of `number` pages, padding included."""
         return min(padded(number), self.context_pages)
 
     def tokens(self, number: int) -> int:
-        """Return the tokens of a step of so many tokens, with padding."""
+        """Return the padded number of tokens of a step of `number` tokens."""
         return min(padded(number), max(self.step_tokens, number))
 
     def logits(self, number: int) -> int:
-        """Return the rows of logits of a step with so many, with padding.
+        """Return the padded number of rows of logits of a step with `number` rows.
 
-        They are never one alone, which would be sorted by another kernel.
+        At least 2, because a single row would be sorted by another kernel.
         """
         return max(2, min(power(number), self.sequences))
 
     def steps(self) -> list[StepSize]:
-        """Return all sizes of steps, the largest first.
+        """Return all step sizes, the largest first.
 
-        What is before the last layer doesn't depend on how many logits there are, nor these on the
-        pieces: each of both comes with every number of tokens, not with each of the other.
+        The layers' memory depends on tokens and rows, the memory of logits on tokens and logits. So
+        every pair (tokens, rows) and every pair (tokens, logits) occurs, but not every triple.
         """
-        # The sizes of logits and of rows don't meet: n-th largest with n-th largest covers each.
+        # Pairing the n-th largest rows with the n-th largest logits covers all values of both.
         sizes = []
-        for tokens in reversed(_distinct(map(self.tokens, range(1, self.step_tokens + 1)))):
-            rows = _distinct(power(number) for number in range(1, min(tokens, PIECE_ROWS) + 1))
+        for tokens in reversed(_sort_distinct(map(self.tokens, range(1, self.step_tokens + 1)))):
+            rows = _sort_distinct(power(number) for number in range(1, min(tokens, PIECE_ROWS) + 1))
             most = min(self.sequences, tokens)
-            logits = _distinct(map(self.logits, range(1, most + 1)))
+            logits = _sort_distinct(map(self.logits, range(1, most + 1)))
             for number in range(max(len(rows), len(logits))):
                 row = rows[-1 - min(number, len(rows) - 1)]
                 logit = logits[-1 - min(number, len(logits) - 1)]
@@ -153,18 +154,17 @@ class Capacity:
         return sizes
 
     def largest_steps(self) -> list[StepSize]:
-        """Return the sizes with the most tokens."""
+        """Return the step sizes with the most tokens."""
         sizes = self.steps()
         return [size for size in sizes if size.tokens == sizes[0].tokens]
 
     def warm_up_steps(
         self, warm_up: WarmUp, reserved_bytes: Callable[[], int]
     ) -> Iterator[StepSize]:
-        """Yield the sizes of the steps to run after the first one, before any request comes.
+        """Yield the sizes of the steps to run after the first step, before the first request.
 
-        All sizes are repeated until none of them makes the allocators reserve more memory
-        (`reserved_bytes`): no later step will then. Where nobody counts memory (0), the steps of
-        most tokens will do.
+        With "every", all sizes are repeated until a round doesn't increase `reserved_bytes()`: then
+        no later step will. On devices without memory accounting (0), the largest sizes run once.
         """
         reserved, now = -1, reserved_bytes()
         if warm_up == "largest" or (warm_up == "every" and not now):
@@ -176,12 +176,12 @@ class Capacity:
 
 
 def least_pages(workload: Workload) -> int:
-    """Return the pages of a request of the whole context."""
+    """Return the number of pages that a request of the full context needs."""
     return -(-workload.context_tokens // PAGE_TOKENS)
 
 
 def padded(number: int) -> int:
-    """Round up to a step size; sizes grow by at most a quarter, and include powers of 2.
+    """Round up to a padded size; padding adds at most a quarter, and powers of 2 are kept.
 
     Examples
     --------
@@ -203,19 +203,23 @@ def power(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def _distinct(numbers: Iterator[int] | Sequence[int]) -> list[int]:
+def _sort_distinct(numbers: Iterator[int] | Sequence[int]) -> list[int]:
+    """Return the distinct numbers in ascending order."""
     return sorted(set(numbers))
 
 
-# What a size may depend on in a step: its tokens t, the rows r of a piece of attention and l of
-# logits, the tokens n that are gathered at most, the numbers p of pages, and the pages g of the
-# cache. Work depends on how many pairs of a query and a key there are as well.
+# An allocation size may depend on the step's tokens t, rows r of a piece of attention and rows l of
+# logits, on the gathered tokens n, the block table entries p, and the pages g of the cache. Work
+# also depends on the number of (query, key) pairs, rn.
 SERVING_MONOMIALS = ("1", "t", "r", "l", "n", "p", "g", "rn")
 
 
 def serving_monomials(
     size: StepSize, *, gathered: int, numbers: int = 0, pages: int = 0, pairs: int | None = None
 ) -> tuple[int, ...]:
-    """Return the values of `SERVING_MONOMIALS` at a step."""
+    """Return the values of `SERVING_MONOMIALS` at a step.
+
+    `pairs` are the (query, key) pairs of its attention; None is rows times gathered tokens.
+    """
     pairs = size.rows * gathered if pairs is None else pairs
     return (1, size.tokens, size.rows, size.logits, gathered, numbers, pages, pairs)

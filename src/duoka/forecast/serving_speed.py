@@ -1,12 +1,12 @@
-"""Serving speed: how fast so many requests are answered at once, over a paged cache.
+"""Serving speed: tokens per second for a number of concurrent requests, over a paged cache.
 
-A step of all stages takes a + c b seconds for b requests: weights are read once, keys and values
-for each. One stage after the other, b requests get b tokens in that time; in s groups, each in
-another stage, in a + c b / s. So what is gained is (a + c b) / (a + c b / s): nothing for one
-request, and the more the dearer requests are. That is of stages that are equally fast: each group
-comes to the slowest stage once for each token, so that s groups take s times what it takes. Where
-that is more than all stages take for all requests at once, one group is faster. It knows nothing of
-prompts that are read meanwhile, and of how tokens are drawn.
+A decode step through all stages takes a + c b seconds for b requests: weights are read once, keys
+and values for each request. With the stages running one after the other, b requests get b tokens in
+this time. With the requests in s groups, each group in another of s stages, they get b tokens in
+a + c b / s. The speedup is (a + c b) / (a + c b / s): 1 for a single request, and larger the more a
+request costs. This holds if all stages are equally fast. Otherwise each group passes the slowest
+stage once per token, so s groups take s times the slowest stage; if that is more than one step with
+all requests, a single group is faster. Concurrent prefill and sampling are not modelled.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from .workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingSpeed:
-    """How fast so many requests are answered at once, while all of them have half a context.
+    """Decode speed for a number of concurrent requests, each at half the context length.
 
     Parameters
     ----------
     requests : int
+        Concurrent requests.
     tokens_per_second : float
-        Of all of them, with as many groups of them as there are stages, each in another stage.
+        Tokens of all requests, with one group of requests per stage, all stages busy.
     serial_tokens_per_second : float
-        The same where the stages run one after the other.
+        Tokens of all requests in a single group, with the stages running one after the other.
     """
 
     requests: int
@@ -43,7 +44,7 @@ class ServingSpeed:
 
     @property
     def is_grouped(self) -> bool:
-        """True if groups are at least as fast."""
+        """True if groups are at least as fast as a single group."""
         return self.tokens_per_second >= self.serial_tokens_per_second
 
     @property
@@ -57,9 +58,10 @@ class ServingSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSeconds:
-    """The seconds of a step in all stages: a fixed part, and more for its tokens.
+    """The seconds of a step through all stages: a fixed part plus parts for its tokens.
 
-    `token_seconds` is for each token, `pair_seconds` for each pair of a token and an earlier one.
+    `token_seconds` is added for each token, `pair_seconds` for each (token, earlier token) pair of
+    attention.
     """
 
     fixed_seconds: float
@@ -70,16 +72,17 @@ class StepSeconds:
         refuse_impossible(self)
 
     def piece(self, tokens: int, past: int, num_answering: int, num_stages: int) -> int:
-        """Return the size of a prefill chunk of a prompt of so many tokens, from `past` on.
+        """Return the best prefill chunk of a prompt of `tokens`, for the chunk after `past` tokens.
 
-        In m pieces of equal seconds s stages read the prompt in (m + s - 1) / s of the seconds of a
-        step with one: a + p / m, where p is for all its tokens and a for all else in the step. That
-        is least where a piece takes sqrt(a p / (s - 1)).
+        A step with one of m equal chunks takes a + p / m seconds through all s stages, where p is
+        the time of all prompt tokens and a the time of the rest, such as `num_answering` decoding
+        requests. In a pipeline m chunks take (m + s - 1) / s such steps. This is minimal if a
+        chunk's tokens take sqrt(a p / (s - 1)) seconds.
         """
-        # (m + s - 1) / s * (a + p / m) is least at m = sqrt((s - 1) p / a). With s = 2 stages, a =
-        # 10 ms and p = 90 ms, prompts in m = 1, 3 and 9 pieces take 100, 80 and 100 ms.
-        beside = self.fixed_seconds + self.token_seconds * num_answering
-        seconds = sqrt(beside * self.token_seconds * tokens / (num_stages - 1))
+        # (m + s - 1) / s * (a + p / m) is minimal at m = sqrt((s - 1) p / a). With s = 2 stages,
+        # a = 10 ms and p = 90 ms, prompts in m = 1, 3 and 9 chunks take 100, 80 and 100 ms.
+        rest_seconds = self.fixed_seconds + self.token_seconds * num_answering
+        seconds = sqrt(rest_seconds * self.token_seconds * tokens / (num_stages - 1))
         per_token = self.token_seconds + self.pair_seconds * past
         return round(seconds / per_token) if per_token else tokens
 
@@ -91,12 +94,12 @@ def step_seconds(
     stages: Sequence[tuple[str, int, int]],
     fleet: Fleet,
 ) -> StepSeconds | None:
-    """Return the seconds of prefill steps of a placement; None where speeds are unknown."""
+    """Return the seconds of prefill steps of a placement; None if a device's speed is unknown."""
     size = max(2, Capacity.of(workload).step_tokens)
 
     def seconds_at(prompt_tokens: int) -> float | None:
-        """Return the seconds of a prompt, in chunks of the largest step."""
-        at = replace(
+        """Return the seconds of a prompt, prefilled in chunks of the largest step size."""
+        prompt_workload = replace(
             workload,
             batch=1,
             prompt_tokens=prompt_tokens,
@@ -104,12 +107,12 @@ def step_seconds(
             prefill_chunk_tokens=size,
             pages=None,
         )
-        model = LatencyModel(ServingReplay(profile, at, brief=True), places)
+        model = LatencyModel(ServingReplay(profile, prompt_workload, brief=True), places)
         seconds = model.seconds_of(stages, fleet)
         return None if seconds is None else seconds.first_token_seconds
 
-    # Three prompts give three unknowns: a single token the fixed part, a chunk the part of each of
-    # its tokens, and a second chunk behind it the part of each pair of a token and an earlier one.
+    # Three prompts determine three unknowns: a single token the fixed part, one chunk the part per
+    # token, and a second chunk after the first the part per (token, earlier token) pair.
     token, chunk, chunks = map(seconds_at, (1, size, 2 * size))
     if token is None or chunk is None or chunks is None:
         return None
@@ -127,15 +130,17 @@ def serving_speeds(
     stages: Sequence[tuple[str, int, int]],
     fleet: Fleet,
 ) -> Iterator[ServingSpeed]:
-    """Yield the speeds of a placement; none where the speed of a device is unknown.
+    """Yield the speeds of a placement for several loads; nothing if a device's speed is unknown.
 
-    `places` are the blocks that are cut apart, each with what goes with it.
+    `places` are the blocks between which stages may be cut, each with its attached blocks; `stages`
+    are (device name, start, stop).
     """
     half = workload.context_tokens // 2
 
     def seconds_at(requests: int) -> Seconds | None:
-        at = replace(workload, batch=requests, prompt_tokens=half, new_tokens=2, pages=None)
-        replay = ServingReplay(profile, at, brief=True)
+        """Return the seconds of decoding for this number of concurrent requests."""
+        load = replace(workload, batch=requests, prompt_tokens=half, new_tokens=2, pages=None)
+        replay = ServingReplay(profile, load, brief=True)
         return LatencyModel(replay, places).seconds_of(stages, fleet)
 
     numbers = {workload.batch, *(n for n in _LOADS if n < workload.batch)}
@@ -144,7 +149,7 @@ def serving_speeds(
         serial, grouped = seconds_at(requests), seconds_at(-(-requests // groups))
         if serial is None or grouped is None:
             return
-        # One token each; groups follow one another as closely as the slowest stage lets them.
+        # The time per token of each request: the slowest stage serves all groups in turn.
         slowest = max(s.decode_seconds + s.decode_transfer_seconds for s in grouped.stages)
         period = max(grouped.token_seconds or 0.0, groups * slowest)
         if serial.token_seconds and period:

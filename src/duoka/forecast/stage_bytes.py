@@ -1,6 +1,6 @@
-"""The bytes of a stage at the peak, from the replay to the report.
+"""The bytes of a stage at its peak, as passed from the replay to the report.
 
-It knows nothing of how they are forecast.
+This module knows nothing of how the bytes are forecast.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KIND_FIELDS = {
     "optimizer": "optimizer_bytes",
     "overhead": "overhead_bytes",
 }
-"""Kinds of bytes that together are what is reserved."""
+"""Labels of the kinds of bytes, whose sum is `reserved_bytes`, with their fields."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +25,13 @@ class StageBytes:
     """The bytes of a device at its peak.
 
     `weight_bytes`, `kv_cache_bytes`, `activation_bytes`, `gradient_bytes` and `optimizer_bytes`
-    add up to `allocated_bytes`, at the moment of its peak; the last two are those of training.
-    `reserved_bytes` is the peak of what the allocator takes from the device, cached blocks and
-    rounding included; it never exceeds the budget, since cached memory is given back before that.
-    `requested_bytes` is the most that tensors ask for at a time, in multiples of 512, which is the
-    same on any device: a block that is hardly larger than what was asked for isn't split, and
-    counts whole as allocated. As long as a stage is on no device, `device` is empty and
-    `budget_bytes` 0.
+    add up to `allocated_bytes`, the peak of the bytes of blocks in use; the last two are 0 outside
+    of training. `reserved_bytes` is the peak of the bytes that the allocator takes from the device,
+    cached blocks and rounding included; it never exceeds the budget, because cached segments are
+    returned first. `requested_bytes` is the peak of the bytes that tensors request, each rounded to
+    512, which is the same on any device; `allocated_bytes` may be larger, because the rest of a
+    slightly larger block isn't split off. Before a stage is placed on a device, `device` is empty
+    and `budget_bytes` is 0.
     """
 
     device: str = ""
@@ -47,17 +47,17 @@ class StageBytes:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Bytes by kind whose sum is allocated."""
+        """Bytes of each kind without overhead; their sum is `allocated_bytes`."""
         return tuple(size for kind, size in self.kinds.items() if kind != "overhead")
 
     @property
     def kinds(self) -> dict[str, int]:
-        """Bytes by kind whose sum is reserved."""
+        """Bytes of each kind; their sum is `reserved_bytes`."""
         return {kind: getattr(self, name) for kind, name in KIND_FIELDS.items()}
 
     @property
     def overhead_bytes(self) -> int:
-        """Reserved and not allocated: rounding to segments, fragmentation, cached blocks."""
+        """Bytes reserved but not allocated: segment rounding, fragmentation, cached blocks."""
         return self.reserved_bytes - self.allocated_bytes
 
     @property
@@ -71,5 +71,5 @@ class StageBytes:
         return self.budget_bytes - self.requested_bytes
 
     def place_on(self, device: Device) -> StageBytes:
-        """Return the bytes with the name and the budget of a device."""
+        """Return these bytes with the name and the budget of a device."""
         return replace(self, device=device.name, budget_bytes=device.budget_bytes)

@@ -1,7 +1,7 @@
-"""Stages: the chain of blocks to cut, equal stages, and lower bounds of their bytes.
+"""Stages: the chain of blocks to cut, classes of equal stages, and lower bounds of their bytes.
 
-A lower bound is what a stage needs at the least, for all stages at once and without a replay; the
-search goes by it until it has to know better. It knows nothing of devices.
+Lower bounds of all stages are computed at once, without a replay; the search uses them until it
+needs exact bytes. This module knows nothing of devices.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _NEVER = -(1 << 62)
 
 
 class Chain:
-    """The blocks between which stages may be cut: all but blocks tied to an earlier one.
+    """The blocks between which stages may be cut: all blocks that are not tied to an earlier one.
 
-    A stage is a half-open range of `blocks`, which are in execution order; `attached` to each of
-    them are the blocks that go with it.
+    A stage is a half-open range of `blocks`, which are in execution order. `attached` has for each
+    of them the later blocks that are tied to it, and must be on the same stage.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -39,15 +39,15 @@ class Chain:
             if block.tied_to is not None:
                 self.attached[profile.root_of(index)].append(index)
         self._likes: dict[tuple[int, int], list[int]] = {}
-        # What stages allocate in a step is the same at every workload but for its sizes.
+        # Compiled programs hold for every workload: only their sizes differ.
         self.programs: dict[tuple[object, ...], StageProgram] = {}
 
     def __len__(self) -> int:
-        """Count the blocks of the chain."""
+        """Return the number of blocks of the chain."""
         return len(self.blocks)
 
     def stage(self, start: int, stop: int) -> tuple[int, ...]:
-        """Return the blocks of a stage, with attached blocks, in execution order."""
+        """Return the blocks of a stage, attached blocks included, in execution order."""
         blocks = self.blocks[start:stop]
         return tuple(
             sorted([*blocks, *(tied for index in blocks for tied in self.attached[index])])
@@ -55,7 +55,7 @@ class Chain:
 
     @cached_property
     def stage_classes(self) -> NDArray[np.int64]:
-        """[start, stop]: equal numbers only where the signatures are equal."""
+        """[start, stop]: class numbers, equal only for stages of equal `stage_signature`."""
         kinds, end, num = self.profile.blocks, len(self.profile.blocks) - 1, len(self)
         table = np.zeros((num + 1, num + 1), np.int64)
         codes: dict[tuple[Any, ...], int] = {}
@@ -63,9 +63,9 @@ class Chain:
         gaps = np.diff(self.blocks, prepend=-1).tolist()
         first_codes = [codes.setdefault((0, *key), len(codes)) for key in keys]
         later = [codes.setdefault(key, len(codes)) for key in zip(gaps, keys, strict=True)]
-        # A stage's number follows from that of the stage without its last block, and from that
-        # block with the gap before it (hash consing; `np.unique` keeps the numbers small). With
-        # blocks of kinds E L L L N:
+        # A stage's number is determined by the number of the stage without its last block, and by
+        # the last block with the gap before it (hash consing; `np.unique` keeps the numbers small).
+        # With blocks of kinds E L L L N:
         #
         #   start        0        1        2        3        4
         #   1 block      E: 1     L: 2     L: 2     L: 2     N: 3
@@ -80,7 +80,7 @@ class Chain:
 
     @cached_property
     def weight_bytes(self) -> NDArray[np.int64]:
-        """[start, stop]: bytes of the weights of stages, tied blocks included."""
+        """[start, stop]: weight bytes of stages, attached blocks included."""
         profile = self.profile
         of_kind = [sum(map(rounded_bytes, kind.weight_bytes)) for kind in profile.kinds]
         return np.triu(
@@ -93,12 +93,12 @@ class Chain:
         )
 
     def likes(self, block: int, ref: Ref) -> list[int]:
-        """Return blocks of a block's kind with makers of `ref` of all kinds."""
+        """Return blocks of a block's kind, one for each kind of block that has made `ref`."""
         if ref.origin != "earlier":
             return [block]
-        # A bound stands for all blocks of a kind. Two of them may have makers of different kinds,
-        # which leave tensors of different sizes: with one block for each kind of maker, the least
-        # size is found without a look at all blocks.
+        # A bound holds for all blocks of a kind. Two of them may read tensors made by blocks of
+        # different kinds, with different sizes. One block for each kind of maker is enough to find
+        # the least size.
         kinds, key = self.profile.blocks, (self.profile.blocks[block].kind, ref.back)
         if key not in self._likes:
             likes = {kinds[index - ref.back].kind: index for index in self._of_kind[key[0]]}
@@ -107,6 +107,7 @@ class Chain:
 
     @cached_property
     def _of_kind(self) -> dict[int, list[int]]:
+        """The blocks of the chain by kind."""
         blocks: dict[int, list[int]] = {}
         for index in self.blocks:
             blocks.setdefault(self.profile.blocks[index].kind, []).append(index)
@@ -114,15 +115,16 @@ class Chain:
 
 
 def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
-    """[start, stop]: lower bounds of the exact bytes of stages.
+    """[start, stop]: lower bounds of the exact peak bytes of stages.
 
-    While block b of a stage is at its peak in some step, the KV caches of the stage's blocks before
-    it have grown in this step, and those behind it haven't. The stage holds all of them::
+    While block b of a stage is at its peak in some step, the KV caches of the stage's earlier
+    blocks have already grown in this step, and those of later blocks haven't. The stage holds all
+    of these caches::
 
         block            0     1     2     3
         kv_before       10    10    10    10       bytes of its cache before this step
-        kv_after        12    12    12    12       and after it
-        peak_alone      30    40    35    50       of what it holds, its cache included
+        kv_after        12    12    12    12       bytes of its cache after this step
+        peak_alone      30    40    35    50       peak bytes of the block, its cache included
 
         stage [1, 4)  block 1 at its peak    40 + 10 + 10 = 60
                       block 2                12 + 35 + 10 = 57
@@ -133,20 +135,21 @@ def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
 
         (grown[b] - grown[start]) + peak[b] + (ungrown[stop] - ungrown[b + 1])
 
-    Start and stop are apart from b. So a running maximum of ``grown[b] + peak[b] - ungrown[b + 1]``
-    over b, from each start on, gives the bounds of all stages that begin there.
+    The terms in start and stop are separate from those in b. So a running maximum over b of
+    ``grown[b] + peak[b] - ungrown[b + 1]``, from each start on, gives the bounds of all stages that
+    begin there.
 
-    The peak is `peak_with_producers` for a start that is at least `producer_distance` blocks back:
-    then tensors that the block frees, but doesn't read, are on its stage. Left out is some of what
-    goes by way of tied blocks, and what a block leaves to later ones while those between don't
-    touch it.
+    The peak is `peak_with_producers` if the stage starts at least `producer_distance` blocks before
+    b: then tensors that b frees without reading them are on this stage. The bounds leave out some
+    tensors of tied blocks, and tensors held for a later block while the blocks between don't use
+    them.
     """
     num = len(chain)
     kinds = [chain.profile.blocks[index].kind for index in chain.blocks]
     block_of = dict(zip(kinds, chain.blocks, strict=True))
     of_kind = {kind: [*_cache_and_peaks(chain, replay, block)] for kind, block in block_of.items()}
     rows = {kind: row for row, kind in enumerate(of_kind)}
-    # A profile has few kinds of blocks: each is looked at once, and its numbers are spread over all
+    # A profile has few kinds of blocks: the numbers are computed once per kind, and copied to all
     # places of that kind.
     costs = _undominated(np.array([*of_kind.values()]))[:, [rows[kind] for kind in kinds]]
     bounds = np.zeros((num + 1, num + 1), np.int64)
@@ -155,8 +158,7 @@ def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
         kv_before, kv_after, peak_alone, peak_with_producers, producer_distance = of_step.T
         grown = np.concatenate([[0], np.cumsum(kv_after)])
         ungrown = np.concatenate([[0], np.cumsum(kv_before)])
-        # The numbers of the docstring's example, where `grown` is 0 12 24 36 48 and `ungrown` is
-        # 0 10 20 30 40:
+        # In the docstring's example `grown` is 0 12 24 36 48 and `ungrown` is 0 10 20 30 40:
         #
         #   block b                               0    1    2    3
         #   grown[b] + peak[b] - ungrown[b + 1]  20   32   29   46
@@ -165,7 +167,7 @@ def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
         #   running maximum from start 1              32   32   46
         #   + ungrown[b + 1] - grown[1]               40   50   74    bounds of stages [1, b + 1)
         #
-        # That is O(blocks²) for all stages; a loop over the blocks of each takes O(blocks³).
+        # This is O(blocks²) for all stages; a loop over the blocks of each stage is O(blocks³).
         has_producers = starts <= places - producer_distance
         peaks = np.where(has_producers, peak_with_producers, peak_alone)
         largest = running_peaks(grown[:-1] + peaks - ungrown[1:])
@@ -174,9 +176,9 @@ def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
 
 
 def running_peaks(at_peak: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[start, last]: the largest number of the blocks from start to last; far below 0 elsewhere.
+    """[start, last]: the maximum of `at_peak` from start to last; far below 0 if last < start.
 
-    at_peak [blocks] or, where numbers depend on the start, [start, blocks]
+    `at_peak` is [blocks], or [start, blocks] if its values depend on the start.
     """
     num = at_peak.shape[-1]
     is_stage = np.triu(np.ones((num, num), np.bool_))
@@ -186,28 +188,29 @@ def running_peaks(at_peak: NDArray[np.int64]) -> NDArray[np.int64]:
 def _undominated(costs: NDArray[np.int64]) -> NDArray[np.int64]:
     """[steps, kinds, numbers], from [kinds, steps, numbers]: drop steps without effect on bounds.
 
-    A bound grows with each number but the last, `producer_distance`, with which it falls. So a step
-    counts for nothing beside one that has no less of any kind of block.
+    A bound increases with each number except the last, `producer_distance`, with which it
+    decreases. So a step is dropped if another step is no smaller in any number of any kind.
     """
     signed = costs.swapaxes(0, 1) * [1, 1, 1, 1, -1]
     kept_steps: list[int] = []
-    for step in reversed(range(len(signed))):  # the last ones are mostly the largest
+    for step in reversed(range(len(signed))):  # the last steps are mostly the largest
         if not (signed[kept_steps] >= signed[step]).all(axis=(1, 2)).any():
             kept_steps.append(step)
     return costs.swapaxes(0, 1)[kept_steps]
 
 
 class Growth:
-    """Lower bounds of the reserved bytes of stages with room left.
+    """Lower bounds of the reserved bytes of stages that must leave some of the budget free.
 
-    PyTorch's allocator returns cached memory only if a new segment exceeds the budget. A stage that
-    leaves room never reserves more than the budget less the room. So as long as no segment is
-    larger than the room, no new one exceeds the budget, and nothing is returned.
+    PyTorch's allocator returns cached segments only if a new segment would exceed the budget. A
+    stage that leaves `room_bytes` free never reserves more than the budget minus these. So as long
+    as no segment is larger than `room_bytes`, no cached segment is returned.
 
-    A tensor that is larger than all segments of earlier steps needs a new segment. So each step
-    reserves at least the tensors of a block more that are so large and alive at the same time. The
-    sum over the steps is a lower bound for all stages with this block. It adds to the weights: they
-    are never freed, and what is free behind them is smaller than the least segment that counts.
+    A tensor larger than all segments of earlier steps needs a new segment. So each step newly
+    reserves at least the bytes of all such tensors of a block that are live at the same time. The
+    sum over the steps is a lower bound for every stage with this block. The weights are added to
+    the sum: weights are never freed, and free rests of their segments are smaller than the smallest
+    segment that counts.
 
     Example: a block of one tensor, which each step allocates and frees::
 
@@ -223,31 +226,31 @@ class Growth:
         kinds, regimes = chain.profile.kinds, np.array([step.regime for step in replay.steps])
         self._kinds = [chain.profile.blocks[index].kind for index in chain.blocks]
         self._held_bytes = chain.weight_bytes + _buffers(chain)
-        # The largest tensor of each step, in any block, bounds the segments that are free later.
+        # The largest tensor of each step, over all blocks, bounds the segments of later steps.
         largest, grown = np.zeros(len(regimes)), np.zeros((len(kinds), len(regimes) + 1), np.int64)
         sizes = dict[tuple[int, int], NDArray[np.int64]]()
         for kind, regime in itertools.product(range(len(kinds)), {*regimes.tolist()}):
-            trace, at = kinds[kind].traces[regime], regimes == regime
+            trace, mask = kinds[kind].traces[regime], regimes == regime
             rules = rules_of([*trace.sizes, *(read.size for read in trace.reads)])
             values = [step.values for step in replay.steps if step.regime == regime]
             sizes[kind, regime] = evaluate_all(rules, np.array(values).T)
-            largest[at] = np.maximum(largest[at], sizes[kind, regime].max(axis=0, initial=0))
-        # Before the first step there are segments of up to 20 MiB, and the one of the workspace.
+            largest[mask] = np.maximum(largest[mask], sizes[kind, regime].max(axis=0, initial=0))
+        # Segments up to 20 MiB, or as large as the workspace, may exist before the first step.
         least_segment = segment_bytes(max(LARGE_REQUEST_BYTES - 1, replay.workspace_bytes))
         segments = -(-largest // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
         self._largest_segments = np.maximum.accumulate([least_segment, *segments])
-        # Of the tensors alive at an allocation, [allocations, tensors], those that are larger than
-        # any segment so far, [tensors, steps], each need a segment of their own.
+        # Of the tensors live at an allocation, [allocations, tensors], each one larger than any
+        # segment so far, [tensors, steps], needs a segment of its own.
         for (kind, regime), of_step in sizes.items():
-            at, alive = regimes == regime, _alive(kinds[kind].traces[regime])
-            large = np.where(of_step > self._largest_segments[:-1][at], of_step, 0)[: len(alive)]
+            mask, alive = regimes == regime, _alive(kinds[kind].traces[regime])
+            large = np.where(of_step > self._largest_segments[:-1][mask], of_step, 0)[: len(alive)]
             is_large = large.any(axis=1)
-            grown[kind, 1:][at] = (alive[:, is_large] @ large[is_large]).max(axis=0, initial=0)
+            grown[kind, 1:][mask] = (alive[:, is_large] @ large[is_large]).max(axis=0, initial=0)
         self._grown_bytes = np.cumsum(grown, axis=1)
 
     def bounds(self, room_bytes: int) -> NDArray[np.int64]:
-        """[start, stop]: lower bounds of the reserved bytes of stages with so much room left."""
-        # Steps up to the first segment larger than the room: then cached memory may go back.
+        """[start, stop]: lower bounds of the reserved bytes of stages, `room_bytes` left free."""
+        # Count steps before the first segment larger than the room: then caches may be returned.
         num_steps = int(np.searchsorted(self._largest_segments[1:], room_bytes, "right"))
         grown = np.tile(self._grown_bytes[self._kinds, num_steps], (len(self._kinds), 1))
         bounds = self._held_bytes.copy()
@@ -262,9 +265,9 @@ class Growth:
 #   at allocation 1       1   1   0
 #   at allocation 2       0   1   1
 #
-# This matrix times the tensors' bytes is the bytes alive at each allocation.
+# This matrix times the tensors' bytes gives the live bytes at each allocation.
 def _alive(trace: AllocationTrace) -> NDArray[np.float64]:
-    """[allocations, tensors]: 1 where a block's own tensor is alive at an allocation."""
+    """[allocations, tensors]: 1 where a block's own tensor is live at an allocation."""
     alive, num_made = np.tri(len(trace.sizes)), 0
     for event in trace.events:
         if event is None:
@@ -275,7 +278,7 @@ def _alive(trace: AllocationTrace) -> NDArray[np.float64]:
 
 
 def sum_ranges(values: ArrayLike) -> NDArray[Any]:
-    """[start, stop]: sums of values over places; below the diagonal their negatives."""
+    """[start, stop]: sums of values[start:stop]; below the diagonal negative sums."""
     total = np.cumsum(np.concatenate([[0], np.asarray(values)]))
     return np.asarray(total[None, :] - total[:, None])
 
@@ -296,18 +299,21 @@ def _buffers(chain: Chain) -> NDArray[np.int64]:
 def _cache_and_peaks(
     chain: Chain, replay: Replay, block: int
 ) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield the five numbers of a block for each step, as `lower_bounds` explains them."""
-    # State: `cache`, the bytes of the block's KV cache tensors by slot. A step of a growing cache
-    # allocates the longer tensor first and frees the old one afterwards, so that both count at the
-    # peak: of 10 and 12 bytes, `kv_before` is 10, `kv_after` 12, and the peak has 22.
+    """Yield for each step kv_before, kv_after, both peaks and producer_distance of a block.
+
+    `lower_bounds` explains these numbers.
+    """
+    # `cache` has the bytes of the block's KV cache tensors by slot. A step with a growing cache
+    # allocates the longer tensor before freeing the old one, so the peak has both: if a cache grows
+    # from 10 to 12 bytes, `kv_before` is 10, `kv_after` is 12, and the peak includes 22.
     cache: list[int] = []
     for step in range(len(replay.steps)):
         trace = replay.trace(block, step)
         sizes = [rounded_bytes(size) for size in replay.sizes(block, step)]
         read = _read_bytes(chain, replay, block, step)
-        # A block may free a tensor that it doesn't read: one of block b - 2, which model code drops
-        # while b runs. It takes memory of the stage up to then if b - 2 is on the stage as well
-        # (`producer_distance` is 2), and none elsewhere.
+        # Block b may free a tensor without reading it, such as one of block b - 2 that model code
+        # drops while b runs. Until then the tensor takes memory on the stage of b only if b - 2 is
+        # on the same stage (`producer_distance` is 2).
         freed_only = {
             ref: _made_bytes(chain, replay, block, step, ref)
             for ref in trace.events
@@ -328,7 +334,7 @@ def _cache_and_peaks(
 def _peak(
     trace: AllocationTrace, sizes: Sequence[int], cache: Sequence[int], read: dict[Ref, int]
 ) -> int:
-    """Return the peak of a block, with its caches and its inputs."""
+    """Return the peak bytes of a block, which starts with `cache` and the `read` tensors live."""
     live = peak = sum(cache) + sum(read.values())
     count = 0
     for event in trace.events:
@@ -346,16 +352,16 @@ def _peak(
 
 
 def _distance(chain: Chain, block: int, ref: Ref) -> int:
-    """Return how many places before a block's place in the chain a tensor was allocated."""
+    """Return the distance in chain places from a block back to the maker of a tensor."""
     maker = block - ref.back
     return sum(maker <= index < block for index in chain.blocks) if ref.back else 0
 
 
 def _read_bytes(chain: Chain, replay: Replay, block: int, step: int) -> dict[Ref, int]:
-    """Return the least bytes of a block's inputs, over all blocks of its kind.
+    """Return the least bytes of each of a block's inputs, over all blocks of its kind.
 
-    Where a stage begins, it is copied to the device, as large as what is read; elsewhere it is
-    still there, as large as it was made.
+    At the start of a stage an input is a copy, with the size of the read; within a stage it is the
+    tensor itself, with the size of its allocation. The smaller size counts.
     """
     sizes: dict[Ref, int] = {}
     for read in replay.trace(block, step).reads:
@@ -367,11 +373,11 @@ def _read_bytes(chain: Chain, replay: Replay, block: int, step: int) -> dict[Ref
 
 
 def _made_bytes(chain: Chain, replay: Replay, block: int, step: int, ref: Ref) -> int:
-    """Return the least bytes of an input of a block, over all blocks of its kind."""
+    """Return the least allocated bytes of the tensor `ref`, over all blocks of the block's kind."""
     sizes = []
     for index in chain.likes(block, ref):
         maker, number = replay.key_of(index, ref, step)
-        # What is kept counts as a cache of its maker, on whose stage this one may be.
+        # A retained tensor already counts as a cache of its maker, which may be on this stage.
         is_kept = number in replay.trace(maker, step).retained
         sizes.append(0 if is_kept else rounded_bytes(replay.sizes(maker, step)[number]))
     return min(sizes)

@@ -1,9 +1,9 @@
 """Tensor names of a model's parameters and buffers, block by block.
 
-Every tensor is known by its *native* name, the model's own (`model.layers.3.mlp.up_proj.weight`),
-and by the *published* names under which its checkpoint holds it, where those are others
-(`transformer.encoder.layers.3.mlp.dense_h_to_4h.weight`). With an outline a map written by hand is
-judged without the model and without torch. It knows nothing of devices.
+Every tensor has a *native* name, as in the model (`model.layers.3.mlp.up_proj.weight`), and
+*published* names, as in its checkpoint, if these differ
+(`transformer.encoder.layers.3.mlp.dense_h_to_4h.weight`). With an outline, a device map written by
+hand is checked without the model and without torch. This module knows nothing of devices.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _NUMBERED = re.compile(r"(.*?\.|)(\d+)(?:\..*)?", re.DOTALL)
 class NamedTensor:
     """A name of a parameter or buffer.
 
-    `name` is native. `num_bytes` is the tensor's, and 0 under every name but its first, which is
-    `tied_to` there. `published` are the checkpoint's names of what it is made of, where they
-    differ from the native one. A buffer that no checkpoint holds is not `is_saved`: maps that
-    other tools write leave it out.
+    `name` is the native name. A tensor with several names has its `num_bytes` under its first name;
+    under every other name `num_bytes` is 0, and `tied_to` is the first name. `published` are the
+    names of its source tensors in the checkpoint, if they differ from `name`. `is_saved` is False
+    for a buffer that checkpoints don't hold: device maps of other tools omit it.
     """
 
     name: str
@@ -35,7 +35,7 @@ class NamedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutlineBlock:
-    """A block: its modules, its tensors, and the earlier block of shared tensors."""
+    """A block: its modules, its tensors, and an earlier block that must share its device."""
 
     modules: tuple[str, ...]
     tensors: tuple[NamedTensor, ...]
@@ -44,9 +44,9 @@ class OutlineBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """All tensors of a model by name, in its blocks, in execution order.
+    """The names of all tensors of a model, by block in execution order.
 
-    `model` is the class's name, for people; the `fingerprint` is empty when it is unknown.
+    `model` is the class name, for display; `fingerprint` is empty if unknown.
     `empty_modules` are the names of modules that hold no tensor, such as dropout and activations.
     """
 
@@ -57,9 +57,10 @@ class Outline:
 
     @property
     def joined_layers(self) -> str | None:
-        """The list of the model's layers, if these are a single block: code joins their outputs.
+        """The name of the model's list of layers if all layers are one block, otherwise None.
 
-        Such code often fails on several devices; a model of that code goes on one.
+        Layers are one block if model code combines their outputs. Such code often fails on several
+        devices, so the model is placed on one device.
         """
         layers = main_list([tensor.name for block in self.blocks for tensor in block.tensors])
         blocks = [
@@ -71,10 +72,10 @@ class Outline:
 
     @classmethod
     def of_names(cls, names: Iterable[str], empty_modules: Sequence[str] = ()) -> Outline:
-        """Build the outline of tensors known by their names only.
+        """Build the outline of a model from tensor names only.
 
-        Every module that holds some is taken for a block; what must stay whole beyond that, and
-        which tensors are tied, nobody can tell from names.
+        Every module that holds tensors becomes a block. Ties between tensors, and blocks of several
+        modules, can't be derived from names.
         """
         owners: dict[str, list[NamedTensor]] = {}
         for name in dict.fromkeys(names):
@@ -89,16 +90,16 @@ class Outline:
 
 
 def layer_of(module: str) -> tuple[str, int] | None:
-    """Return the list of a module and its number there; None for a module outside of lists."""
+    """Return a module's list and its index in the list; None for a module outside of lists."""
     match = _NUMBERED.fullmatch(module)
     return None if match is None else (match[1].rstrip("."), int(match[2]))
 
 
 def main_list(modules: Sequence[str]) -> str | None:
-    """Return the model's own list of layers: of the lists in `modules` the last.
+    """Return the name of the model's main list of layers, or None without a list.
 
-    A vision tower has its list too, and runs before the text's layers; what runs last is the
-    model's own.
+    The last list of several layers in `modules` is the main one: the layers of a vision tower are
+    in a list too, but run before the text layers.
     """
     sizes: dict[str, set[int]] = {}
     for module in modules:

@@ -1,24 +1,26 @@
-"""Lower bounds of training stages: own memory of blocks at the peaks of a step.
+"""Lower bounds of the peak bytes of training stages.
 
-A stage of a pipeline runs its micro-batches in three phases. With three in flight, of five::
+A stage of a pipeline runs its micro-batches in three phases. With 5 micro-batches, 3 in flight::
 
     pass          F1 F2 F3   B1 F4 B2 F5   B3 B4 B5
     in flight      1  2  3    2  3  2  3    2  1  0
                   warm-up    steady state   cool-down
 
-In flight is what has run forward and not backward: it holds the activations that its forward pass
-has saved. While one more pass runs, up to two others are in flight. From the first backward pass
-on, the stage holds gradients as well. So whatever the schedule, a stage needs at least its weights
-and optimizer states, and the largest of
+A micro-batch is in flight from its forward to its backward pass, and holds the activations saved by
+its forward pass. With a limit of 3, up to 2 other micro-batches are in flight while a pass runs.
+After the first backward pass the stage holds gradients too. So in any schedule, a stage needs at
+least its weights and optimizer states, and the largest of
 
 - the optimizer's update: gradients, and temporaries of all matrices;
-- the last pass of warm-up: others' activations, and the peak of a forward or backward pass;
-- a later backward pass, which adds to gradients: these, others' activations, and its peak. Where
-  all micro-batches are in flight at first, one of the others has run backward by then;
-- in steady state a later forward pass: gradients, others' activations, and its peak.
+- the last pass of warm-up or the first backward pass: activations saved by the other micro-batches,
+  and the peak of this pass;
+- a later backward pass, which accumulates gradients: gradients, saved activations of the other
+  micro-batches, and its peak. If all micro-batches are in flight after warm-up, one of them has
+  run backward already;
+- a later forward pass in steady state: gradients, saved activations of the others, and its peak.
 
-The peak of a pass is found at one block. The blocks before it have saved their activations, and
-those behind it none::
+The peak of a pass is reached in one block, when the blocks before it have saved their activations
+and the blocks after it have saved none::
 
     block        0       1       2                peak with block 1 = 6 + 7
     saved        6       2       5                peak with block 2 = 6 + 2 + 9
@@ -43,7 +45,7 @@ Ints = NDArray[np.int64]
 
 
 def training_bounds(chain: Chain, replay: TrainingReplay) -> Ints:
-    """[start, stop]: lower bounds of the exact bytes of stages, at the replay's place."""
+    """[start, stop]: lower bounds of the exact peak bytes of stages at the replay's place."""
     places = [chain.stage(place, place + 1) for place in range(len(chain))]
     training, profile = replay.training, chain.profile
     optimizer, in_flight = training.optimizer, replay.in_flight
@@ -75,7 +77,7 @@ def _sums(
     places: Sequence[Sequence[int]],
     sizes: Callable[[BlockKind], Sequence[int]],
 ) -> Ints:
-    """[start, stop]: bytes of some tensors of stages."""
+    """[start, stop]: rounded bytes of tensors in stages; `sizes` returns those of a block kind."""
     return sum_ranges(
         [
             sum(
@@ -89,7 +91,10 @@ def _sums(
 
 
 def _pass_peaks(saved: Ints, peaks: Sequence[int]) -> Ints:
-    """[start, stop]: the largest sum of a block's peak and the activations saved before."""
+    """[start, stop]: peaks of a pass, from the peak and the saved bytes of each block.
+
+    The peak of a stage is the largest sum of a block's peak and the bytes saved before that block.
+    """
     saved_before = np.cumsum(saved) - saved
     table = np.zeros((len(saved) + 1, len(saved) + 1), np.int64)
     table[:-1, 1:] = running_peaks(saved_before + np.array(peaks)) - saved_before[:, None]
@@ -109,7 +114,7 @@ def _saved_bytes(replay: TrainingReplay, block: int) -> int:
 
 
 def _saved_input_bytes(replay: TrainingReplay, block: int) -> int:
-    """Return the saved bytes of earlier blocks' outputs, at their place or copied."""
+    """Return the bytes of earlier blocks' outputs saved by a block, as made or as copied."""
     values = replay.steps[FORWARD].values
     inputs = {
         read.ref: rounded_bytes(evaluate(read.size, values))
@@ -124,12 +129,13 @@ def _saved_input_bytes(replay: TrainingReplay, block: int) -> int:
 
 
 def _made_bytes(replay: TrainingReplay, block: int, ref: Ref) -> int:
+    """Return the allocated bytes of a tensor referred to in a block's forward trace."""
     maker, number = replay.key_of(block, ref, FORWARD)
     return rounded_bytes(replay.sizes(maker, FORWARD)[number])
 
 
 def _peak(replay: TrainingReplay, blocks: Sequence[int], step: int) -> int:
-    """Return the peak of a block, or of a block attached to it, in a pass."""
+    """Return the peak bytes of a pass in a block or one of its attached blocks (all `blocks`)."""
     first_block, *tied = blocks
     saved = _saved_bytes(replay, first_block)
     peaks = [saved + _own_peak(replay, block, step) for block in tied]
@@ -137,12 +143,13 @@ def _peak(replay: TrainingReplay, blocks: Sequence[int], step: int) -> int:
 
 
 def _own_peak(replay: TrainingReplay, block: int, step: int) -> int:
+    """Return the peak of a block's own tensors in a pass."""
     trace = replay.trace(block, step)
     sizes = [rounded_bytes(size) for size in replay.sizes(block, step)]
     forward_sizes = [rounded_bytes(size) for size in replay.sizes(block, FORWARD)]
     start = replay.first_number(block, step)
-    # A backward pass begins with what its own forward pass has saved, and frees it on the way. What
-    # it has saved of other blocks' outputs is left out: it isn't freed by an "own" reference.
+    # A backward pass begins with the activations saved by the block's forward pass, and frees them.
+    # Saved outputs of other blocks are left out: they aren't freed by an "own" reference.
     live = _saved_bytes(replay, block) - _saved_input_bytes(replay, block) if step else 0
     peak, number = live, 0
     for ref in trace.events:

@@ -17,9 +17,9 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 Cache = Literal["dynamic", "int8", "paged", "paged-int8"]
 Quantization = Literal["none", "int8", "int4", "nf4", "auto"]
 AUTO_QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
-"""What "auto" stands for: the first that fits."""
+"""The quantizations tried for "auto", in order: the first that fits is used."""
 TRAINED_QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "nf4")
-"""The same of frozen weights beside adapters."""
+"""The quantizations tried for "auto" in training, whose frozen weights are beside adapters."""
 Logits = Literal["last", "all"]
 Method = Literal["lora", "full"]
 Optimizer = Literal["adamw", "adamw8bit", "adafactor", "sgd"]
@@ -28,61 +28,62 @@ Rows = Literal["padded", "unpadded", "packed"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 CACHES: tuple[Cache, ...] = get_args(Cache)
 BATCH_CACHES: tuple[Cache, ...] = ("dynamic", "int8")
-"""Those of a batch, whose sequences begin and end together."""
+"""Caches of a fixed batch, whose sequences begin and end together."""
 PAGED_CACHES: tuple[Cache, ...] = ("paged", "paged-int8")
-"""Those of requests that come and go."""
+"""Caches of continuous batching, whose requests arrive and finish at any time."""
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 ROWS: tuple[Rows, ...] = get_args(Rows)
 METHODS: tuple[Method, ...] = get_args(Method)
 QUANTIZED: tuple[Quantization, ...] = ("int8", "int4", "nf4")
-"""What weights can become."""
+"""The quantized forms of weights."""
 _DTYPE_WORDS = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
-# What `load_in_8bit` and `load_in_4bit` of transformers make, by duoka's names of it.
+# The results of `load_in_8bit` and `load_in_4bit` in transformers, by duoka's names.
 _QUANTIZATION_WORDS = {"8bit": "int8", "4bit": "nf4"}
 
-# Far above what can be run; with more, bytes would no longer fit 64-bit integers.
+# Far larger than any real workload; beyond these, bytes might not fit 64-bit integers.
 MOST_BATCH = 2**16
 MOST_TOKENS = 2**24
 MOST_BATCH_TOKENS = 2**30
-# Matrix products of fewer rows are slower; of more, what logits take grows: 2 GB here for 151,552
-# columns.
+# Smaller chunks make slower matrix products; larger chunks need more memory for logits. With this
+# size, logits of 151,552 columns and the loss take about 2 GB.
 _LOSS_CHUNK_TOKENS = 2**10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """The training of a model.
+    """Settings of training a model.
 
     Parameters
     ----------
     method : {"lora", "full"}
         Low-rank adapters beside frozen weights (peft), or every parameter.
     optimizer : {"adamw", "adamw8bit", "adafactor", "sgd"}
-        torch's, and AdamW with states in 8 bit, bitsandbytes'.
+        AdamW, Adafactor and SGD of torch; "adamw8bit" is bitsandbytes' AdamW with 8-bit states.
     lora_rank : int
+        Rank of the adapters.
     lora_alpha : int, optional
-        What adapters add is multiplied by this and divided by the rank; None is twice the rank.
+        Adapter outputs are scaled by this number divided by the rank; None is twice the rank.
     lora_dropout : float
-        How much of what comes to an adapter is dropped, from 0 to below 1.
+        Dropout probability of adapter inputs, from 0 to below 1.
     lora_targets : tuple of str
-        Names of the modules that get adapters, as peft's ``target_modules``; empty for every
-        linear layer but the head ("all-linear").
+        Names of the modules that get adapters, as in peft's ``target_modules``; empty for every
+        linear layer except the head ("all-linear").
     gradient_checkpointing : bool
-        Compute a layer's activations again in the backward pass instead of keeping them.
+        Recompute a layer's activations in the backward pass instead of keeping them.
     master_weights : bool
-        Keep what is trained, its gradients and the optimizer's states in float32, and compute
-        under autocast in the workload's dtype.
+        Keep trained parameters, gradients and optimizer states in float32, and compute under
+        autocast in the workload's dtype.
     micro_batches : int
-        Passes whose gradients are added up before the optimizer's step.
+        Micro-batches whose gradients are accumulated before the optimizer's step.
     schedule : {"sequential", "gpipe", "1f1b"}
-        One micro-batch after another, or several in flight: all of them (GPipe), or as many as
-        there are stages from here to the end (one forward, one backward).
+        One micro-batch after another, or several in flight at a stage: all of them (GPipe), or as
+        many as there are stages from this stage to the last (one forward, one backward).
     rows : {"padded", "unpadded", "packed"}
-        What a model is told of the rows of a micro-batch: several rows with a mask over padding;
-        nothing, as on the right a causal model needs no mask; or positions that begin again with
-        each of the samples in a row, which then are kept apart by a mask.
+        The layout of a micro-batch. "padded": an attention mask covers the padding. "unpadded": no
+        mask, since a causal model needs none for padding on the right. "packed": several samples
+        per row, with positions that restart at each sample and a mask that separates the samples.
 
     Raises
     ------
@@ -105,7 +106,7 @@ class Training:
     def __post_init__(self) -> None:
         for name in ("lora_rank", "micro_batches", "lora_alpha"):
             if getattr(self, name) is not None:
-                _make_whole(self, name, 1)
+                _check_whole(self, name, 1)
         if not isinstance(self.lora_dropout, (int, float)) or not 0 <= self.lora_dropout < 1:
             raise UsageError(
                 f"lora_dropout is {self.lora_dropout!r}; it must be at least 0 and below 1",
@@ -124,10 +125,10 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """The part of a workload that decides on code paths, beyond sizes.
+    """The part of a workload that changes code paths rather than sizes.
 
-    A profile holds for one of these, and for any batch, context, chunk, optimizer and number of
-    micro-batches; with images for one chunk.
+    A profile holds for one set of conditions, and for any batch, context, prefill chunk, optimizer
+    and number of micro-batches. With images, the prefill chunk is a condition too.
     """
 
     cache: Cache = "dynamic"
@@ -142,7 +143,7 @@ class Conditions:
 
     @property
     def is_paged(self) -> bool:
-        """True for a paged cache."""
+        """True if the KV cache is paged."""
         return self.cache in PAGED_CACHES
 
     def passes(self, batch: int) -> tuple[int, ...]:
@@ -157,41 +158,42 @@ class Workload:
     Parameters
     ----------
     batch : int
-        Prompts that run together. More than one is forecast with padding, that is with an
+        Sequences that run together. Several prompts are forecast with padding, that is with an
         attention mask, because prompts differ in length.
     prompt_tokens, new_tokens : int
-        Tokens of each prompt, and tokens generated after it; in training those of a sequence, and
-        none.
+        Tokens of each prompt, and tokens generated after it. In training, `prompt_tokens` is the
+        sequence length and `new_tokens` is 0.
     dtype : {"auto", "float32", "float16", "bfloat16"}
-        Type of the weights; "auto" is the checkpoint's own. "fp32", "fp16" and "bf16" will do.
+        Dtype of the weights; "auto" is that of the checkpoint. "fp32", "fp16" and "bf16" are
+        accepted too.
     prefill_chunk_tokens : int, None or "auto"
         Prompt tokens that run in one step: a number, None for the whole prompt, or "auto" for
-        the whole prompt where it fits and the largest chunk that fits where it doesn't.
+        the whole prompt if it fits, otherwise the largest chunk that fits.
     cache : {"dynamic", "int8", "paged", "paged-int8"}
-        The KV cache: growing with each token, as `generate` makes it; growing in 8 bit; or in pages
-        that requests have while they last (`Engine`), which can be of 8 bit too. With pages the
-        batch is how many requests are answered at a time at most, and the chunk how many tokens of
-        all of them a step takes.
+        The KV cache: "dynamic" grows with each token, as in `generate`; "int8" grows in 8 bit;
+        "paged" has pages, which requests hold while they run (`Engine`); "paged-int8" has 8-bit
+        pages. With pages, `batch` is the most running requests, and `prefill_chunk_tokens` the most
+        tokens of a step over all requests.
     quantize : {"none", "int8", "int4", "nf4", "auto"}
-        What the weights of linear layers become while they are loaded; "auto" is the first of
-        "none", "int8", "int4" that fits. A checkpoint that is quantized already says "none".
-        bitsandbytes' words "8bit" and "4bit" are "int8" and "nf4".
+        Quantization of the weights of linear layers while loading; "auto" is the first of "none",
+        "int8", "int4" that fits ("nf4" instead of "int4" in training). Use "none" for a checkpoint
+        that is quantized already. "8bit" and "4bit" of bitsandbytes mean "int8" and "nf4".
     images : int
         Images in each prompt. Their tokens are part of `prompt_tokens`.
     image_size : tuple of int
         Height and width of each image in pixels, before the model's own preprocessing.
     vision_batch : int, None or "auto"
-        Images that the vision tower encodes at a time: a number, None for all of the batch's, or
-        "auto" for all where they fit and the most that fit where they don't.
+        Images that the vision tower encodes at a time: a number, None for all images of the batch,
+        or "auto" for all images if they fit, otherwise the largest number that fits.
     logits : {"last", "all"}
-        Of which positions of a prompt logits are made: of the last one, to go on from, or of all,
-        to score a text.
+        Prompt positions for which logits are computed: the last one, to generate from, or all, to
+        score a text.
     pages : int, optional
-        Of a paged cache; by default as many as fit.
+        Pages of a paged cache; by default as many as fit.
     gpu_generation : GpuGeneration
-        That of the GPUs; planning puts the fleet's here.
+        Generation of the GPUs; planning sets it to that of the fleet.
     training : Training, optional
-        Train on a batch of sequences instead of generating.
+        Settings of training on a batch of sequences; None for inference.
 
     Raises
     ------
@@ -221,12 +223,12 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name in ("batch", "prompt_tokens"):
-            _make_whole(self, name, 1)
-        _make_whole(self, "new_tokens", 1 if self.training is None else 0)
-        _make_whole(self, "images", 0)
+            _check_whole(self, name, 1)
+        _check_whole(self, "new_tokens", 1 if self.training is None else 0)
+        _check_whole(self, "images", 0)
         if not isinstance(self.gpu_generation, GpuGeneration):
             raise UsageError(f"gpu_generation is {self.gpu_generation!r}", hint="omit it")
-        self._make_size()
+        self._check_image_size()
         object.__setattr__(self, "dtype", read_dtype(self.dtype))
         object.__setattr__(self, "quantize", read_quantization(self.quantize))
         if self.training is not None and self.new_tokens:
@@ -237,12 +239,13 @@ class Workload:
         if self.training is not None:
             self._refuse_in_training()
         self._refuse_too_many()
-        self._make_parts()
+        self._check_parts()
         choose("cache", self.cache, CACHES)
-        self._make_pages()
+        self._check_pages()
         choose("logits", self.logits, get_args(Logits))
 
-    def _make_pages(self) -> None:
+    def _check_pages(self) -> None:
+        """Check `pages`, and refuse images over a paged cache."""
         if self.is_paged and self.images:
             raise UsageError(
                 f"images is {self.images}, which the paged KV cache doesn't support",
@@ -250,17 +253,18 @@ class Workload:
             )
         if self.pages is None:
             return
-        _make_whole(self, "pages", 1)
+        _check_whole(self, "pages", 1)
         if not self.is_paged:
             raise UsageError(
                 f"the cache is {self.cache}, and pages is {self.pages}",
                 hint="pages need a paged KV cache (--serve)",
             )
 
-    def _make_size(self) -> None:
+    def _check_image_size(self) -> None:
+        """Check `image_size`, and store it as a tuple of two ints."""
         try:
             size = tuple(whole_number("image_size", pixels, 1) for pixels in self.image_size)
-        except TypeError:  # nothing that can be gone through
+        except TypeError:  # not iterable
             size = ()
         if len(size) != 2:
             raise UsageError(
@@ -269,14 +273,15 @@ class Workload:
             )
         object.__setattr__(self, "image_size", size)
 
-    def _make_parts(self) -> None:
+    def _check_parts(self) -> None:
+        """Check the prefill chunk and the vision batch: a number, None or "auto"."""
         for name in ("prefill_chunk_tokens", "vision_batch"):
             number = getattr(self, name)
             if isinstance(number, str) and number != "auto":
                 raise UsageError(f"{name} is {number!r}", hint='give a number, None or "auto"')
             if number is None or number == "auto":
                 continue
-            _make_whole(self, name, 1)
+            _check_whole(self, name, 1)
             if number > MOST_TOKENS:
                 raise UsageError(
                     f"{name} is {number}; it must be at most {MOST_TOKENS}",
@@ -284,6 +289,7 @@ class Workload:
                 )
 
     def _refuse_in_training(self) -> None:
+        """Raise UsageError for settings that training doesn't support."""
         is_packed = self.training is not None and self.training.rows == "packed"
         for name, got, plain in (
             ("cache", self.cache, "dynamic"),
@@ -313,6 +319,7 @@ class Workload:
             )
 
     def _refuse_too_many(self) -> None:
+        """Raise UsageError for a batch or context beyond the limits."""
         for name, got, most in (
             ("batch", self.batch, MOST_BATCH),
             ("the context", self.context_tokens, MOST_TOKENS),
@@ -326,17 +333,17 @@ class Workload:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of a sequence at the end: prompt and generated."""
+        """Tokens of a sequence at its end: prompt and generated tokens."""
         return self.prompt_tokens + self.new_tokens
 
     @property
     def is_paged(self) -> bool:
-        """True for requests over a paged cache, with continuous batching."""
+        """True if requests run over a paged cache, with continuous batching."""
         return self.cache in PAGED_CACHES
 
     @property
     def has_int8_cache(self) -> bool:
-        """True for keys and values in 8 bit."""
+        """True if keys and values are stored in 8 bit."""
         return self.cache in ("int8", "paged-int8")
 
     @property
@@ -344,7 +351,7 @@ class Workload:
         """The conditions of a profile for this workload."""
         training = self.training
         if training is not None:
-            # Whatever is dropped, there is a mask; nothing depends on how much it is.
+            # Any dropout probability above 0 allocates the same mask.
             dropout = 0.5 if training.lora_dropout else 0.0
             training = replace(
                 training,
@@ -359,8 +366,8 @@ class Workload:
             quantize=self.quantize,
             images=self.images,
             image_size=self.image_size if self.images else None,
-            vision_batch=_number(self.vision_batch) if self.images else None,
-            image_chunk_tokens=_number(self.prefill_chunk_tokens) if self.images else None,
+            vision_batch=_read_number(self.vision_batch) if self.images else None,
+            image_chunk_tokens=_read_number(self.prefill_chunk_tokens) if self.images else None,
             logits=self.logits,
             before_ampere=self.gpu_generation.before_ampere,
             training=training,
@@ -398,29 +405,29 @@ class Workload:
 
 
 def image_passes(images: int, vision_batch: int | None) -> tuple[int, ...]:
-    """Return the number of images of each encoding pass; a single pass without a limit."""
+    """Return the number of images of each encoding pass; a single pass without `vision_batch`."""
     size = vision_batch or max(images, 1)
     return tuple(min(size, images - done) for done in range(0, images, size))
 
 
-def _number(value: int | str | None) -> int | None:
-    """Return a number, or None for all at once, also while nothing is decided."""
+def _read_number(value: int | str | None) -> int | None:
+    """Return a number as it is; None for None and for "auto"."""
     return value if isinstance(value, int) else None
 
 
 def read_dtype(word: str) -> Dtype:
-    """Return the dtype of a word: torch's name, or a short name."""
+    """Return the dtype named by a word: torch's name or a short name such as "fp16"."""
     return choose("dtype", _DTYPE_WORDS.get(str(word).lower(), word), DTYPES)
 
 
 def read_quantization(word: str, known: Sequence[Quantization] = QUANTIZATIONS) -> Quantization:
-    """Return the quantization of a word, duoka's or bitsandbytes'."""
+    """Return the quantization named by a word of duoka or bitsandbytes."""
     bare = str(word).strip().lower().replace("-", "").removeprefix("load_in_")
     return choose("quantize", _QUANTIZATION_WORDS.get(bare, word), known)
 
 
 def refuse_short(workload: Workload, least_tokens: int) -> None:
-    """Refuse a prompt too short for its images."""
+    """Raise UsageError if the prompt is too short for its images."""
     if workload.images and workload.prompt_tokens < least_tokens:
         height, width = workload.image_size
         raise UsageError(
@@ -432,20 +439,20 @@ def refuse_short(workload: Workload, least_tokens: int) -> None:
 
 
 def with_quantization(workload: Workload) -> tuple[Workload, ...]:
-    """Return the workloads to try for its quantization, in order."""
+    """Return the workload with each quantization to try, in order; "auto" stands for several."""
     if workload.quantize != "auto":
         return (workload,)
     forms = AUTO_QUANTIZATIONS if workload.training is None else TRAINED_QUANTIZATIONS
     return tuple(replace(workload, quantize=form) for form in forms)
 
 
-def _make_whole(data: Workload | Training, name: str, least: int) -> None:
-    """Check a field for a whole number, and keep Python's own int."""
+def _check_whole(data: Workload | Training, name: str, least: int) -> None:
+    """Check that a field is a whole number of at least `least`, and store it as an int."""
     object.__setattr__(data, name, whole_number(name, getattr(data, name), least))
 
 
 def whole_number(name: str, value: Any, least: int) -> int:
-    """Return a value as int; raise UsageError for no whole number, or below the least."""
+    """Return a value as an int; raise UsageError if not an integer, or less than `least`."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise UsageError(
             f"{name} is {value!r}; it must be an integer",
@@ -461,7 +468,7 @@ def whole_number(name: str, value: Any, least: int) -> int:
 
 
 def loss_chunk_tokens(num_tokens: int) -> int:
-    """Return the tokens of each chunk in which training computes logits and loss.
+    """Return the most tokens of a chunk of the loss, in which training computes logits.
 
     Examples
     --------

@@ -1,16 +1,16 @@
 """Tracing: run a model without data on a virtual GPU, and derive its profile.
 
-- `get_profile`: from the cache, or traced and kept there
-- `trace_generation`, `trace_serving`, `trace_training`: schedules of steps that are recorded
+- `get_profile`: a profile from the cache, or traced and then cached
+- `trace_generation`, `trace_serving`, `trace_training`: the schedules of steps to record
 - `tracer`: runs a schedule, and fits the rules of a profile
-- `blocks`: what must stay whole, and where model code moves tensors by itself
-- `boundaries`: calls of modules, observed or replaced, and explicit moves
-- `probe_sizes`: the sizes of the steps that are recorded
-- `record`, `memo`, `recorded`: the allocation traces of a step; blocks that are alike run once
-- `op_costs`: what one operator computes, reads and writes
+- `blocks`: modules that must stay on one device, and explicit moves in model code
+- `boundaries`: observed and replaced module calls, and explicit moves
+- `probe_sizes`: the sizes of the steps to record
+- `record`, `memo`, `recorded`: the allocation traces of a step; identical blocks run once
+- `op_costs`: FLOPs, memory traffic and launches of one operator
 - `fit`: traces recorded at several sizes → rules
-- `assemble`: blocks and what each costs → a profile
-- `published_names`: a model's tensors under their own names and their checkpoint's
+- `assemble`: blocks and their costs → a profile
+- `published_names`: a model's tensors by native name and by name in the checkpoint
 """
 
 from .assemble import TraceSpec

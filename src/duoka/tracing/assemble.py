@@ -1,4 +1,4 @@
-"""Assembling a profile: a model's blocks, with the traces of each in every regime."""
+"""Assembling a profile: the blocks of a model, with the trace of each block in every regime."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from .blocks import ModuleGroup, find_containers
 from .published_names import by_block
 
 CALLER = ModuleGroup(names=(), owners=())
-"""What a caller does with what the model returns: `generate` samples from the logits of a step."""
+"""The caller's work on the outputs of the model: `generate` samples from the logits of a step."""
 
 RegimeTraces = tuple[Regime, list[AllocationTrace]]
-"""Where rules hold, and the trace of each block there."""
+"""A regime, and the trace of each block in it."""
 
 _NOTES = {
     "meta": (),
     "even": ("the model's code reads the routing of experts: the forecast assumes even routing",),
     "cpu": ("the model's code reads tensor values: the forecast assumes random weights",),
 }
-"""What a person should know who plans with a profile, by what held the numbers."""
+"""Notes for users of a profile, by the `data` of the virtual GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSpec:
     """Identity of a traced model, and the conditions of its run.
 
-    `published` are the checkpoint's names of its tensors, where they are known. `data` says what
-    holds the numbers of the virtual GPU (see `virtual.set_gpus`).
+    `published` are the tensor names in the checkpoint, or None if unknown. `data` is the storage
+    behind tensors of the virtual GPU: "meta", "even" or "cpu" (see `virtual.set_gpus`).
     """
 
     fingerprint: str
@@ -56,22 +56,22 @@ def as_profile(
 ) -> Profile:
     """Build the profile of a model's blocks in the recorded regimes.
 
-    The caller is where a block is: where it has made the inputs, which is where the first one lies,
-    or where it draws tokens.
+    `caller_at` is the block whose device the caller uses: the first block, where the caller creates
+    the inputs, or the last one, where it samples tokens.
     """
     weights, ties = weights_and_ties(model, groups)
     kinds: dict[BlockKind, int] = {}
     blocks = []
     containers = find_containers(model, groups)
-    # Packages load quantized weights where they compute; nothing brings them there for each call.
+    # Quantized weights can't be streamed: their packages load them on the device that computes.
     may_stream = not any(map(is_composed, model.parameters()))
     for index, group in enumerate(groups):
         kind = BlockKind(
             weight_bytes=weights[index], traces=tuple(traces[index] for _, traces in regimes)
         )
         number = kinds.setdefault(kind, len(kinds))
-        at = ties.get(caller_at, caller_at)
-        tied_to = at if group == CALLER else ties.get(index, group.returns_to)
+        caller_block = ties.get(caller_at, caller_at)
+        tied_to = caller_block if group == CALLER else ties.get(index, group.returns_to)
         blocks.append(
             ProfileBlock(
                 modules=group.names,
@@ -99,13 +99,13 @@ def as_profile(
 def weights_and_ties(
     model: nn.Module, groups: Sequence[ModuleGroup]
 ) -> tuple[list[tuple[int, ...]], dict[int, int]]:
-    """Return bytes of each block's tensors, and for each tied block its partner."""
+    """Return the tensor bytes of each block, and for each tied block the first block of its tie."""
     block_of = {owner: index for index, group in enumerate(groups) for owner in group.owners}
     sizes: list[list[int]] = [[] for _ in groups]
     first_of = list(range(len(groups)))
     block_by_tensor: dict[int, int] = {}
     for name, module in model.named_modules():
-        if name not in block_of:  # it owned nothing, until a buffer was registered in a run
+        if name not in block_of:  # its first buffer was registered after the blocks were found
             continue
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             block = block_of[name]
@@ -113,9 +113,9 @@ def weights_and_ties(
                 block_by_tensor[id(tensor)] = block
                 sizes[block].extend(part.nbytes for part in parts(tensor).values())
                 continue
-            # Ties join: a head may share its weight with one block and its bias with another.
-            mine, theirs = first_of[block_by_tensor[id(tensor)]], first_of[block]
-            low, high = min(mine, theirs), max(mine, theirs)
+            # Ties are transitive: a head may share its weight and its bias with different blocks.
+            first_root, root = first_of[block_by_tensor[id(tensor)]], first_of[block]
+            low, high = min(first_root, root), max(first_root, root)
             first_of = [low if partner == high else partner for partner in first_of]
     ties = {block: partner for block, partner in enumerate(first_of) if partner != block}
     return [tuple(item) for item in sizes], ties

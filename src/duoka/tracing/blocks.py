@@ -2,8 +2,8 @@
 
 Taint tags: every module that owns parameters or buffers has a tag. In one run of the model, tensors
 computed from a parameter carry the tag of its owner; an argument takes the tag of the module that
-it enters, because there dispatch moves it to that module's device. An operation needs its operands
-on one device: union-find joins the tags that it mixes::
+it enters, because dispatch moves arguments to the device of that module. An operation needs all
+operands on one device, so union-find joins the tags of the operands::
 
     h = embed(ids)               tag embed
     h enters layer.0             tag "layer.0 entered"
@@ -12,21 +12,22 @@ on one device: union-find joins the tags that it mixes::
       return h + a               joins "layer.0 entered" and layer.0.attention
     logits = head(h)             tag head, as h enters it
 
-The residual makes layer 0 one set of owners; the embedding and the head are others. No name, class
-list or order of registration is assumed.
+The residual addition makes layer 0 one set of owners; the embedding and the head are two other
+sets. No module names, class lists or registration order are assumed.
 
-Intervals: a set covers the execution from the first use of its owners to the last one. A stage is
-contiguous, so sets whose intervals overlap are one block::
+Intervals: a set covers the execution from the first to the last use of its owners. A stage is
+contiguous, so sets whose intervals overlap become one block::
 
     time       0    1    2    3    4    5
     set A      |---------|
     set B           |---------|               one block with A
     set C                          |----|     a block of its own
 
-Glue code: code around the modules that allocates on the device of an earlier block, while a later
-one is current, fuses all blocks between the two: the blocks' turns could not be told apart. Where
-model code has moved something back to the earlier block's device, a block without modules stands
-for that work instead. And a layer of a cache has one device, so that its owners are one set.
+Glue code is model code between module calls. Where glue code allocates on the device of an earlier
+block while a later block is current, the two blocks and all between them are fused, since the
+recorder attributes allocations to the current block. Where model code has moved a tensor back to
+the earlier block's device, a block without modules stands for that work instead. The tensors of one
+KV cache layer share a device, so their owners are one set.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from duoka.runtime.dispatch.arguments import bring, caches_of, mapped_call, tens
 from .boundaries import Moves, observe_calls
 
 _TAG = "_duoka_owner"
-# Ends the tag of a module's arguments: they lie elsewhere than parameters of its own may.
+# Suffix of the tag of a module's arguments, which may lie on another device than its parameters.
 _ENTERED = " entered"
 
 
@@ -58,9 +59,10 @@ _ENTERED = " entered"
 class ModuleGroup:
     """The modules and parameters of a block: disjoint names that cover all its owners.
 
-    It `streams` if all of its tensors are used within calls of the modules named. One without names
-    `returns_to` an earlier block: it stands for the work of model code on that block's device, with
-    what later blocks have made and model code has moved there.
+    `owners` are modules with parameters or buffers of their own. A group `streams` if its tensors
+    are used only within calls of the named modules. A group without names is the caller, or
+    `returns_to` an earlier block: it stands for work of model code on that block's device, with
+    tensors of later blocks that model code has moved back there.
     """
 
     names: tuple[str, ...]
@@ -74,15 +76,16 @@ def find_groups(
 ) -> list[ModuleGroup]:
     """Run a model once and derive its blocks, in execution order.
 
-    With `hears_moves`, tensors that model code moves may lie apart from their source. Without
-    `fuses_glue`, glue code may allocate on the device of an earlier block.
+    With `hears_moves`, the result of an explicit move (``x.to(y.device)``) takes the tag of `y`;
+    otherwise it keeps the tag of `x`. Without `fuses_glue`, glue code that allocates on the device
+    of an earlier block fuses no blocks.
     """
     experiment = _Experiment(model, fuses_glue=fuses_glue)
     note_move = experiment.note_move if hears_moves else lambda result, source, place: result
     moves = Moves(experiment.place_of, note_move, experiment.note_creation)
     with experiment.hooks(), virtual.observe(experiment), moves:
         run()
-    # From tags to blocks: sets of owners, in order of execution, fused where a cut can't pass.
+    # From tags to blocks: sets of owners in execution order, fused where no cut is possible.
     spans = _fuse_glue_work(experiment, _merge_overlaps(experiment.intervals()))
     # Modules that the run didn't reach (an expert without tokens) go with their closest relative.
     order = {owner: index for index, span in enumerate(spans) for owner in span}
@@ -104,10 +107,10 @@ def find_groups(
 
 
 def find_containers(model: nn.Module, groups: Sequence[ModuleGroup]) -> list[tuple[int, ...]]:
-    """Return for each block the first blocks of its containers, the outermost first.
+    """Return for each block the first block of each of its containers, outermost first.
 
-    Containers are modules that are called and hold several blocks. Those that begin with the
-    model's first block are left out, since nothing was made before it.
+    A container is a module that is called and holds several blocks. Containers that begin with the
+    model's first block are left out: no earlier block has made arguments for them.
     """
     members: dict[str, list[int]] = {}
     for index, group in enumerate(groups):
@@ -124,7 +127,7 @@ def find_containers(model: nn.Module, groups: Sequence[ModuleGroup]) -> list[tup
 
 
 class _Experiment:
-    """A run with taint tags: the uses of owners, and the tags mixed by operations."""
+    """Listener of one run with taint tags: notes uses of owners, and joins the tags of operands."""
 
     def __init__(self, model: nn.Module, *, fuses_glue: bool) -> None:
         self.model = model
@@ -134,18 +137,18 @@ class _Experiment:
         self.first_use: dict[str, int] = {}
         self.last_use: dict[str, int] = {}
         self.parent: dict[str, str] = {}
-        # The owners of each set, by its root in `parent`; once `intervals` has joined them.
+        # The owners of each set, by the root of the set in `parent`; filled by `intervals`.
         self.members: dict[str, set[str]] = {}
         self.call_stack: list[str] = []
         self.clock = 0
         self.tensors, self.holders = _find_holders(model)
         self.caches: dict[int, Cache] = {}
-        # Moves by model code: tags of the tensor and of the device, and the owner used first last.
+        # Moves in model code: tag of the tensor, tag of its new place, owner that was met last.
         self.moves: list[tuple[str, str, str]] = []
-        # For each owner the modules that enclose all uses of its tensors.
+        # For each owner, the modules in whose calls all uses of its tensors fall.
         self.enclosing: dict[str, set[str]] = {}
-        # The owner used last; whether the running operation has allocated; and for each allocation
-        # the tag of its operands, and the owner used last before.
+        # The owner used last, and whether the running operation has allocated. `glue_work` has for
+        # each allocation the tag of its operands and the owner used last before it.
         self.current_owner = ""
         self.has_made = False
         self.glue_work: set[tuple[str, str]] = set()
@@ -164,7 +167,7 @@ class _Experiment:
         self.has_made = True
 
     def freed(self, gpu: object, storage_id: int) -> None:
-        """Do nothing: lifetimes don't matter here."""
+        """Ignore frees: lifetimes don't matter here."""
 
     def operation(self, func: object, args: Any, kwargs: Any, result: Any) -> None:
         """Join the tags of an operation's operands, and tag its result."""
@@ -173,11 +176,11 @@ class _Experiment:
         tags = {tag for tensor in tensors_in((args, kwargs)) for tag in self._tags(tensor)}
         if not tags:
             return
-        # The result gets one of the operands' tags. Any of them will do, since all are in one set
-        # now: `h + a` with tags "layer.0 entered" and layer.0.attention makes them one.
+        # The result gets one of the operands' tags. Any will do, since `_union` joins all of them:
+        # `h + a` joins the tags "layer.0 entered" and layer.0.attention.
         representative = min(tags)
-        # Not for a tower, whose features are concatenated when all of it has run, before they are
-        # moved: that is less than its layers' temporaries, which are free by then.
+        # Not for a vision tower (`fuses_glue` is False): glue code concatenates its features when
+        # all its layers have run, which takes less than the layers' temporaries, free by then.
         if has_made and self.fuses_glue:
             self.glue_work.add((representative, self.current_owner))
         for tag in tags:
@@ -186,6 +189,7 @@ class _Experiment:
             setattr(tensor, _TAG, representative)
 
     def _tags(self, tensor: torch.Tensor) -> Iterator[str]:
+        """Yield a tensor's tag, if any; for a parameter or buffer, note the use of its owner."""
         holders = self.holders.get(id(tensor))
         if holders is None:
             tag = getattr(tensor, _TAG, None)
@@ -199,32 +203,32 @@ class _Experiment:
         self.first_use.setdefault(owner, self.clock)
         self.last_use[owner] = self.clock
         self.current_owner = owner
-        # A tied parameter has no tag: the head's product with the embedding's weight would join the
-        # two, and with them all layers between. That both have one device is a condition of its own
-        # (`ProfileBlock.tied_to`), which leaves these layers free.
+        # A tied parameter yields no tag: the head's product with the embedding's weight would join
+        # the two and all layers between. `ProfileBlock.tied_to` requires one device for embedding
+        # and head, and leaves the layers between them free.
         if len(holders) == 1:
             yield owner
 
     def _holder(self, holders: list[str]) -> str:
-        """Return the owner of a tied parameter whose call is the innermost."""
+        """Return the innermost called module that holds a tied parameter, else the first holder."""
         for name in reversed(self.call_stack):
             if name in holders:
                 return name
         return holders[0]
 
     def place_of(self, tensor: torch.Tensor) -> str | None:
-        """Return the tag of a tensor whose device is read."""
+        """Return the tag of a tensor whose device is read; None for a tensor without a tag."""
         holders = self.holders.get(id(tensor))
         tag = getattr(tensor, _TAG, None) if holders is None else self._holder(holders)
         return tag if isinstance(tag, str) else None
 
     def note_move(self, result: torch.Tensor, source: torch.Tensor, place: str) -> torch.Tensor:
-        """Tag a tensor moved by model code with the place named there."""
+        """Tag the result of a move in model code with its new place, and return the result."""
         origin = self.place_of(source)
         alias = result.view_as(result)
         setattr(alias, _TAG, place)
         if origin is not None and self.last_use:
-            # What was computed before the move, as shifted labels, is no work on that device.
+            # The source was computed before the move, such as shifted labels: no work over there.
             self.glue_work.discard((origin, self.current_owner))
             latest = max(self.first_use, key=self.first_use.__getitem__)
             self.moves.append((origin, place, latest))
@@ -237,12 +241,13 @@ class _Experiment:
         self.glue_work.add((place, self.current_owner))
 
     def owners_of(self, tag: str) -> set[str]:
-        """Return the owners in the set of a tag, be it an owner's or of a module's arguments."""
+        """Return the owners in the set of a tag (an owner's or a module's "entered" tag)."""
         return self.members.get(self._find_root(tag), set())
 
     def _enter(
         self, name: str, caches: frozenset[int | str], _: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, Any]:
+        """Note a module call, and retag its tensor arguments."""
         self.call_stack.append(name)
         self.clock += 1
         caches_given = (it for it in (*args, *kwargs.values()) if isinstance(it, Cache))
@@ -251,9 +256,8 @@ class _Experiment:
         def retag(tensor: torch.Tensor) -> torch.Tensor:
             if isinstance(tensor, nn.Parameter):
                 return tensor
-            # As it is where a mover has brought it, with another tag. The alias is another object:
-            # code outside of the module goes on with the tensor and its tag, as with a tensor of
-            # which a mover has made a copy.
+            # Dispatch would copy the argument to the module's device, while code outside of the
+            # module keeps the original. Here an alias with the new tag stands for the copy.
             alias = bring(tensor, virtual.virtual_device(0)).view_as(tensor)
             setattr(alias, _TAG, name + _ENTERED)
             return alias
@@ -276,18 +280,20 @@ class _Experiment:
         return True
 
     def _find_root(self, name: str) -> str:
+        """Return the root of a tag's set (union-find)."""
         while (above := self.parent.get(name, name)) != name:
             name = above
         return name
 
     def _union(self, a: str, b: str) -> None:
+        """Join the sets of two tags."""
         a, b = self._find_root(a), self._find_root(b)
         if a != b:
             self.parent[b] = a
 
     def intervals(self) -> list[tuple[int, int, set[str]]]:
-        """Return the sets of owners with the first and the last use of each."""
-        # The run in the module's docstring, with a clock of its operations alone:
+        """Return the sets of owners as (first use, last use, owners)."""
+        # The run in the module's docstring, with a clock that counts operations only:
         #
         #   1  embed(ids)          uses embed
         #   2  norm(h)             uses norm, the first owner in layer.0
@@ -302,11 +308,11 @@ class _Experiment:
             for container in prefixes(owner):
                 entries.setdefault(container, owner)
         for container, owner in entries.items():
-            # Arguments are moved to the owner that is used first in the module. Where they meet
-            # what a later owner has made, all between the two stays whole.
+            # Dispatch moves arguments to the device of the owner that the module uses first. Where
+            # arguments meet a tensor of a later owner, the two and all between become one block.
             self._union(owner, container + _ENTERED)
         for layer in (layer for cache in self.caches.values() for layer in layer_tensors(cache)):
-            # A hybrid layer keeps keys and a state, which one module may not make alone.
+            # The tensors of a hybrid cache layer (keys and a state) may come from several modules.
             tags = [tag for it in tensors_in(layer) if (tag := getattr(it, _TAG, None))]
             for tag in tags:
                 self._union(tags[0], tag)
@@ -318,11 +324,11 @@ class _Experiment:
         ]
 
 
-# From sets of owners to blocks: in order of execution, with all cuts between them possible.
+# From sets of owners to blocks in execution order, such that every cut between blocks is possible.
 
 
 def _merge_overlaps(spans: list[tuple[int, int, set[str]]]) -> list[set[str]]:
-    """Join sets whose intervals overlap: a stage is contiguous."""
+    """Join sets whose intervals overlap, because a stage is contiguous."""
     # A sweep in order of the starts; the last entry has the interval's end so far. Of A [0, 2],
     # B [1, 3] and C [4, 5]: A; B begins before 2, so {A, B} to 3; C begins behind 3, alone.
     merged: list[tuple[int, set[str]]] = []
@@ -336,9 +342,10 @@ def _merge_overlaps(spans: list[tuple[int, int, set[str]]]) -> list[set[str]]:
 
 
 def _fuse_glue_work(experiment: _Experiment, spans: list[set[str]]) -> list[set[str]]:
-    """Fuse all blocks between an earlier block and glue code allocating on its device later.
+    """Fuse an earlier block with all later blocks up to glue code that allocates on its device.
 
-    Where model code has moved something back there, a block without modules stands for its work.
+    Where model code has moved a tensor back to the earlier block, `_add_returns` inserts a block
+    for that work instead.
     """
     # Example: the blocks are words (0), norm (1) and layer (2), and model code makes a mask:
     #
@@ -346,14 +353,15 @@ def _fuse_glue_work(experiment: _Experiment, spans: list[set[str]]) -> list[set[
     #   mask = words.mean(-1)         lies where words do, on the device of block 0
     #   layer(hidden, mask)
     #
-    # The recorder sorts allocations by the current block: the mask would be in the trace of block
-    # 1, and count on its device. So 0 and 1 are fused. A view, words[..., :1], allocates nothing.
+    # The recorder attributes allocations to the current block: the mask would be in the trace of
+    # block 1, and count on block 1's device. So blocks 0 and 1 are fused. A view such as
+    # words[..., :1] allocates nothing, and fuses nothing.
     block_of = {owner: index for index, span in enumerate(spans) for owner in span}
     returns = {
         (block_of[current], block_of[target])
         for current, target in _find_returns(experiment, [list(span) for span in spans])
     }
-    fused: set[int] = set()  # with the block behind each of these
+    fused: set[int] = set()  # each is fused with the next block
     for tag, owner in experiment.glue_work:
         blocks = {block_of[it] for it in experiment.owners_of(tag)}
         if not owner or not blocks:
@@ -371,7 +379,7 @@ def _fuse_glue_work(experiment: _Experiment, spans: list[set[str]]) -> list[set[
 
 
 def _find_returns(experiment: _Experiment, blocks: list[list[str]]) -> list[tuple[str, str]]:
-    """Return moves back to an earlier block, as owners of the current and of the earlier block."""
+    """Return the moves back to an earlier block as (owner of current, owner of earlier block)."""
     block_of = {owner: index for index, block in enumerate(blocks) for owner in block}
     returns: dict[tuple[str, str], None] = {}
     for origin, place, running in experiment.moves:
@@ -386,7 +394,7 @@ def _find_returns(experiment: _Experiment, blocks: list[list[str]]) -> list[tupl
 
 
 def _add_returns(groups: list[ModuleGroup], returns: list[tuple[str, str]]) -> list[ModuleGroup]:
-    """Insert a block without modules behind each move back."""
+    """Insert a group without modules after the block during which a tensor was moved back."""
     all_groups: list[ModuleGroup] = []
     for group in groups:
         all_groups.append(group)
@@ -400,7 +408,7 @@ def _add_returns(groups: list[ModuleGroup], returns: list[tuple[str, str]]) -> l
 def _merge_buffers(
     model: nn.Module, blocks: list[list[str]], returns: list[tuple[str, str]]
 ) -> list[list[str]]:
-    """Join blocks without parameters to the block before, or behind a move back to the next."""
+    """Join a block without parameters to the block before it, or after a move back to the next."""
     last = {running for running, _ in returns}
     merged: list[list[str]] = []
     waiting: list[str] = []
@@ -419,7 +427,7 @@ def _merge_buffers(
 
 
 def _find_blocks_in(blocks: list[list[str]]) -> dict[str, set[int]]:
-    """Return for each module the blocks with owners inside."""
+    """Return for each module the numbers of the blocks with owners inside the module."""
     blocks_in: dict[str, set[int]] = {}
     for number, block in enumerate(blocks):
         for owner in block:
@@ -431,7 +439,7 @@ def _find_blocks_in(blocks: list[list[str]]) -> dict[str, set[int]]:
 def _name_modules(
     model: nn.Module, number: int, block: list[str], blocks_in: dict[str, set[int]]
 ) -> tuple[str, ...]:
-    """Return the fewest modules (or parameters) with a block's owners and no others."""
+    """Return the fewest modules (or parameters) that cover a block's owners and no others."""
     names: dict[str, None] = {}
     for owner in block:
         if blocks_in[owner] != {number}:
@@ -451,37 +459,39 @@ def _name_modules(
 
 
 def _is_covered(name: str, names: dict[str, None]) -> bool:
+    """Return True if another of the names is a container of this name."""
     return any(
         name != another and (not another or name.startswith(another + ".")) for another in names
     )
 
 
 def _find_nearest(owner: str, spans: list[set[str]]) -> int:
-    """Return the block of the closest relative, for a module that the run didn't reach."""
+    """Return the block with the most similar name, for an owner that the run didn't reach."""
 
-    def common(another: str) -> int:
+    def count_common(another: str) -> int:
         pairs = zip(owner.split("."), another.split("."), strict=False)
         return next((i for i, (a, b) in enumerate(pairs) if a != b), owner.count("."))
 
-    scores = [max(common(another) for another in span) for span in spans]
+    scores = [max(count_common(another) for another in span) for span in spans]
     return scores.index(max(scores)) if scores else 0
 
 
 def _is_owner(module: nn.Module) -> bool:
+    """Return True for a module with parameters or buffers of its own."""
     tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     return bool(tensors)
 
 
 def _find_holders(model: nn.Module) -> tuple[list[torch.Tensor], dict[int, list[str]]]:
-    """Return all parameters and buffers, and the holders of each by its id.
+    """Return all parameters and buffers, and the names of the modules that hold each, by its id.
 
-    The tensors must be kept as long as their ids: another object would get the id of a dropped one.
+    The caller must keep the tensors as long as their ids, which Python reuses.
     """
     tensors: list[torch.Tensor] = []
     holders: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            for part in parts(tensor).values():  # operations see these, not what they make up
+            for part in parts(tensor).values():  # operations see a quantized tensor's parts
                 tensors.append(part)
                 holders.setdefault(id(part), []).append(name)
     return tensors, holders

@@ -1,7 +1,7 @@
-"""Boundaries of blocks: calls of modules and explicit moves, for the time of a ``with``.
+"""Boundaries of blocks: observe module calls and explicit moves within a ``with`` statement.
 
-Observers of calls are hooks of PyTorch's. A replacement takes the place of ``module.forward``,
-inside of all hooks, because it decides whether the module runs at all.
+Observers of calls are PyTorch hooks. A replacement takes the place of ``module.forward``, inside
+all hooks, because a replacement decides whether the module runs at all.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 Enter = Callable[[nn.Module, Any, Any], tuple[Any, Any] | None]
-"""Called with a module and the arguments of its call; returns those that the module is given."""
+"""Called with a module, args and kwargs; returns the args and kwargs to call the module with, or
+None to leave them."""
 Replacement = Callable[[Callable[..., Any], Any, Any], Any]
-"""Called in place of a module's forward, with this and the arguments."""
+"""Called in place of a module's forward, with that forward, args and kwargs."""
 
 
 @contextmanager
@@ -27,7 +28,7 @@ def observe_calls(
     enter: Mapping[str, Enter],
     leave: Mapping[str, Callable[[nn.Module, Any, Any], None]],
 ) -> Iterator[None]:
-    """Call observers, by the name of their module, before and after its calls."""
+    """Call `enter` before and `leave` after each call of a module, by the module's name."""
     with ExitStack() as handles:
         for name, module in model.named_modules():
             if name in enter:
@@ -41,19 +42,20 @@ def observe_calls(
 
 @contextmanager
 def replace_calls(model: nn.Module, replacements: Mapping[str, Replacement]) -> Iterator[None]:
-    """Give the calls of named modules to replacements; names of parameters are left out."""
+    """Replace the forward of modules, by name; names of parameters are ignored."""
     with ExitStack() as patches:
         for name, replacement in replacements.items():
             module = find_submodule(model, name)
             if module is not None:
-                _patch(module, replacement, patches)
+                _patch_forward(module, replacement, patches)
         yield
 
 
-def _patch(module: nn.Module, replacement: Replacement, patches: ExitStack) -> None:
+def _patch_forward(module: nn.Module, replacement: Replacement, patches: ExitStack) -> None:
+    """Replace a module's forward until `patches` is closed."""
     own_forward, forward = vars(module).get("forward"), module.forward
 
-    @wraps(forward)  # whose signature says what it takes
+    @wraps(forward)  # model code may inspect the signature
     def replaced(*args: Any, **kwargs: Any) -> Any:
         return replacement(forward, args, kwargs)
 
@@ -68,7 +70,7 @@ def _patch(module: nn.Module, replacement: Replacement, patches: ExitStack) -> N
 
 
 def find_submodule(model: nn.Module, name: str) -> nn.Module | None:
-    """Return the module of a name, or None where the name is a parameter's."""
+    """Return the module of this name, or None if no module has the name (a parameter may)."""
     try:
         return model.get_submodule(name)
     except AttributeError:
@@ -79,25 +81,26 @@ Place = TypeVar("Place")
 
 
 class Moves(TorchFunctionMode, Generic[Place]):
-    """Reports explicit moves, and tensors created on the device of another, inside a ``with``.
+    """Reports explicit moves and tensors created on another tensor's device, within a ``with``.
 
-    That is ``x.to(y.device)``, and ``arange(n, device=y.device)``. On one device such a move does
-    nothing, so that no listener hears of it; on several the result lies where `y` lies. The place
-    of `y` is found again by the device object, which was read from `y`.
+    These are ``x.to(y.device)`` and ``arange(n, device=y.device)``. With the whole model on one
+    device such a move does nothing, so a listener of operations never sees it; on several devices
+    the result lies on the device of `y`. The mode maps each device object back to the tensor `y`
+    that it was read from.
 
-    `place_of` returns where a tensor belongs, as the listener tells places apart, or None.
-    `note_move` is given what ``x.to(…)`` made, `x` itself and the named place; its result is what
-    the model gets. `created` is given what was made from no tensor, and the place.
+    `place_of(tensor)` returns the place of a tensor (an object of the caller, such as a block
+    number), or None if unknown. `note_move(result, x, place)` returns the tensor that model code
+    gets in place of the result. `created(result, place)` is called for a created tensor.
     """
 
-    # While a model is traced, it is whole on vgpu:0, and devices compare equal. But each read of
-    # `Tensor.device` makes a new object, whose identity tells whose device was read:
+    # A model is traced whole on vgpu:0, so all devices compare equal. But each read of
+    # `Tensor.device` creates a new object, whose identity tells which tensor it was read from:
     #
     #   device = y.device                   _read[id(device)] = device, the place of y
     #   x.to(device)                        a move of x to the place of y
     #   torch.arange(4, device=device)      a tensor made at the place of y
     #
-    # A device that model code writes as a string, or makes anew, names no place.
+    # A device given as a string, or constructed by model code, has no known place.
 
     def __init__(
         self,
@@ -107,9 +110,9 @@ class Moves(TorchFunctionMode, Generic[Place]):
     ) -> None:
         super().__init__()
         self._place_of = place_of
-        self._moved = note_move
+        self._note_move = note_move
         self._created = created
-        # Every read makes a new object. It is kept, so that no other one gets its identity.
+        # Device objects are kept alive, so that no later object gets the same `id`.
         self._read: dict[int, tuple[torch.device, Place]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -122,12 +125,13 @@ class Moves(TorchFunctionMode, Generic[Place]):
         elif func is torch.Tensor.to:
             place = self._find_place((*args[1:], *kwargs.values()))
             if place is not None:
-                return self._moved(result, args[0], place)
+                return self._note_move(result, args[0], place)
         elif id(kwargs.get("device")) in self._read:
             self._created(result, self._read[id(kwargs["device"])][1])
         return result
 
     def _find_place(self, values: tuple[Any, ...]) -> Place | None:
+        """Return the place named by arguments of ``x.to``; None if they name no known place."""
         for value in values:
             if isinstance(value, torch.Tensor):
                 return self._place_of(value)

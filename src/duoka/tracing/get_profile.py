@@ -1,4 +1,4 @@
-"""The profile of a model: from the cache, or traced and kept there."""
+"""The profile of a model: read from the cache, or traced and then cached."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from duoka.tracing import (
 
 
 def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
-    """Return the profile of a checkpoint: from the cache, or traced and kept there."""
+    """Return the profile of a checkpoint: from the cache, or traced and then cached."""
     workload = workload_for(checkpoint, workload)
     profile = profile_cache.find_profile(checkpoint.fingerprint, workload)
     if profile is None:
         model = build_model(checkpoint, workload)
         if checkpoint.format == "safetensors" and method_of(checkpoint.config) is None:
-            # Such a plan could never be loaded.
+            # A checkpoint whose tensors don't match the model could never be loaded.
             loader.refuse_differences(model, checkpoint)
         notes = notes_of(model, checkpoint, workload)
         spec = TraceSpec(
@@ -53,7 +53,7 @@ def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
         )
         build = partial(build_model, checkpoint, workload)
         profile, regular = _trace(build, spec, workload, batched=True)
-        # Where parts keep another type, the first parameter may be one of them.
+        # The profile has the dtype of the first parameter, which may be one kept in another dtype.
         if (layers := profile.outline.joined_layers) is not None:
             notes = (*notes, f"{joined_note(layers)}.")
         profile = replace(profile, dtype=workload.dtype, notes=(*notes, *profile.notes))
@@ -64,7 +64,11 @@ def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
 def profile_module(
     model: nn.Module, workload: Workload, inputs: Mapping[str, Any] | tuple[Any, ...] | None
 ) -> Profile:
-    """Return the profile of a model object, which stays as it is."""
+    """Return the profile of a model object, without changing the object.
+
+    With `inputs` the profile covers one call on these example inputs; otherwise generation or
+    training, as the workload says.
+    """
     spec = TraceSpec(fingerprint=fingerprint_module(model), conditions=workload.conditions)
     if inputs is not None:
         return virtual.with_values(
@@ -72,7 +76,7 @@ def profile_module(
             partial(parameter_bytes, model),
         )
     refuse_without_generation(model)
-    # Nobody keeps it for other workloads, and rules for several sequences are most of the work.
+    # Not cached for other workloads, so steps of several sequences, the most, run if needed.
     batched = workload.batch > 1
     return _trace(lambda: without_data(model), spec, workload, batched=batched)[0]
 
@@ -80,7 +84,10 @@ def profile_module(
 def _trace(
     build: Callable[[], nn.Module], spec: TraceSpec, workload: Workload, *, batched: bool
 ) -> tuple[Profile, bool]:
-    """Trace for all workloads and return True with the profile, or for this workload and False."""
+    """Return a profile for all workloads and True, or for this workload alone and False.
+
+    A trace that fails for want of tensor values is repeated with values (`virtual.with_values`).
+    """
     return virtual.with_values(
         lambda data: _trace_with(build, replace(spec, data=data), workload, batched=batched),
         lambda: parameter_bytes(build()),
@@ -90,6 +97,7 @@ def _trace(
 def _trace_with(
     build: Callable[[], nn.Module], spec: TraceSpec, workload: Workload, *, batched: bool
 ) -> tuple[Profile, bool]:
+    """Trace as `_trace`, with the data given in `spec`."""
     if workload.training is not None:
         return virtual.apart(profile_training, build, spec, workload, batched=batched)
     if workload.is_paged:
@@ -102,7 +110,7 @@ def _trace_with(
 
 
 def fingerprint_module(model: nn.Module) -> str:
-    """Return a hash of the class, the configuration, and tensor names, shapes and types."""
+    """Return a hash of a model's class, configuration, and tensor names, shapes and dtypes."""
     digest = hashlib.sha256(type(model).__qualname__.encode())
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "to_json_string"):

@@ -1,6 +1,6 @@
 """Costs of an operator: floating-point operations, bytes read and written, kernel launches.
 
-Each operator is counted by itself; `record` adds its costs to the block that runs.
+Each operator is counted by itself; `record` adds its costs to the running block.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ _FUSED_ATTENTION = frozenset(
         _ATEN._scaled_dot_product_efficient_attention,
     }
 )
-_ITS_BACKWARD = frozenset(
+_FUSED_BACKWARD = frozenset(
     {
         _ATEN._scaled_dot_product_flash_attention_backward,
         _ATEN._scaled_dot_product_efficient_attention_backward,
     }
 )
-# They read of their first argument only what they take from it.
-_TAKING = frozenset({_ATEN.embedding, _ATEN.index, _ATEN.index_select, _ATEN.gather})
-# They write into their first argument only what they put there.
-_PUTTING = frozenset({_ATEN.index_copy_, _ATEN.index_put_, _ATEN.scatter_})
+# Operators that read only the selected elements of their first argument.
+_GATHERING = frozenset({_ATEN.embedding, _ATEN.index, _ATEN.index_select, _ATEN.gather})
+# Operators that write only the selected elements of their first argument.
+_SCATTERING = frozenset({_ATEN.index_copy_, _ATEN.index_put_, _ATEN.scatter_})
 _ALLOCATING = frozenset({_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty})
 _GROUPED = frozenset({_ATEN._grouped_mm})
 
 
 def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Return how many additions and multiplications an operator's call takes.
+    """Return the number of additions and multiplications of an operator's call.
 
-    Those of matrix products, convolutions and attention, as ``torch.utils.flop_counter`` counts
-    them; whatever else is 0. Causal attention counts in full.
+    Matrix products, convolutions and attention count as in ``torch.utils.flop_counter``; any other
+    operator counts 0. Causal attention counts as full attention.
     """
     if func.overloadpacket in _FUSED_ATTENTION:
-        return _attention_flops(*args[:3])
-    if func.overloadpacket in _ITS_BACKWARD:
+        return _count_attention_flops(*args[:3])
+    if func.overloadpacket in _FUSED_BACKWARD:
         # Five products instead of two: S = Q Kᵀ again, dQ = dS K and dK = dSᵀ Q over the width of
         # keys; dP = dO Vᵀ and dV = Pᵀ dO over that of values (FlashAttention, Dao et al., 2022).
-        return _attention_flops(*args[1:4], of_keys=3, of_values=2)
+        return _count_attention_flops(*args[1:4], of_keys=3, of_values=2)
     if func.overloadpacket is _ATEN._weight_int4pack_mm:
         # Activations [tokens, columns] with a packed weight, to [tokens, rows].
         return 2 * int(args[0].numel()) * int(result.shape[1])
@@ -54,7 +54,7 @@ def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
-def _attention_flops(
+def _count_attention_flops(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -62,19 +62,19 @@ def _attention_flops(
     of_keys: int = 1,
     of_values: int = 1,
 ) -> int:
-    """Count the operations of products over the widths of keys and of values."""
+    """Count the operations of `of_keys` products over the width of keys, `of_values` of values."""
     batch, heads, queries, width = query.shape
     widths = of_keys * width + of_values * value.shape[3]
     return 2 * batch * heads * queries * key.shape[2] * widths
 
 
 def launches(func: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
-    """Return True if an operator's call starts a kernel, unlike views and allocations."""
+    """Return True if an operator's call starts a kernel; views and allocations don't."""
     if func.overloadpacket in _ALLOCATING:
         return False
-    storages = {tensor.storage_id for tensor in _virtual(inputs)}
+    storages = {tensor.storage_id for tensor in _select_virtual(inputs)}
     return func._schema.is_mutable or not all(
-        tensor.storage_id in storages for tensor in _virtual(outputs)
+        tensor.storage_id in storages for tensor in _select_virtual(outputs)
     )
 
 
@@ -87,24 +87,25 @@ def count_bytes(
 ) -> int:
     """Return the bytes read and written by a kernel.
 
-    A token that `is_alone` reads the matrices of its own experts only.
+    `is_alone` means a step over a single token, which reads the matrices of its own experts only.
     """
-    outputs = _virtual(outputs)
+    outputs = _select_virtual(outputs)
     packet = func.overloadpacket
-    if packet in _TAKING:
-        return _bytes(inputs[1:]) + 2 * _bytes(outputs)
-    if packet in _PUTTING:
-        return 2 * _bytes(inputs[1:])
+    if packet in _GATHERING:
+        return _sum_bytes(inputs[1:]) + 2 * _sum_bytes(outputs)
+    if packet in _SCATTERING:
+        return 2 * _sum_bytes(inputs[1:])
     if is_alone and packet in _GROUPED:
         rows, matrices = inputs[0], inputs[1]
         share = min(1.0, rows.shape[0] / matrices.shape[0]) if matrices.ndim == 3 else 1.0
-        return round(_bytes([rows, *outputs]) + share * matrices.nbytes)
-    return _bytes(inputs) + _bytes(outputs)
+        return round(_sum_bytes([rows, *outputs]) + share * matrices.nbytes)
+    return _sum_bytes(inputs) + _sum_bytes(outputs)
 
 
-def _virtual(tensors: Sequence[Any]) -> list[virtual.VirtualTensor]:
+def _select_virtual(tensors: Sequence[Any]) -> list[virtual.VirtualTensor]:
+    """Return the tensors on virtual GPUs."""
     return [tensor for tensor in tensors if isinstance(tensor, virtual.VirtualTensor)]
 
 
-def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+def _sum_bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)

@@ -1,4 +1,4 @@
-"""The names of a model's tensors: its own, and the checkpoint's."""
+"""The names of a model's tensors: the model's own, and those in the checkpoint."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from duoka.runtime.dispatch.place_tensors import tensor_names
 
 
 def name_tensors(model: nn.Module, published: Collection[str] | None) -> list[NamedTensor]:
-    """Name every parameter and buffer, under each of its names."""
-    sources = _sources(model, published)
+    """Return a `NamedTensor` for each name of every parameter and buffer.
+
+    `published` are the tensor names in the checkpoint; None if unknown.
+    """
+    sources = _find_sources(model, published)
     saved = {*model.state_dict(), *sources}
     first_names: dict[int, str] = {}
     named_tensors = []
@@ -39,30 +42,32 @@ def name_tensors(model: nn.Module, published: Collection[str] | None) -> list[Na
 def by_block(
     named_tensors: Sequence[NamedTensor], blocks: Sequence[Sequence[str]]
 ) -> tuple[tuple[NamedTensor, ...], ...]:
-    """Sort tensors into blocks, given by the names of their modules."""
+    """Return the tensors of each block; `blocks` has the module names of each."""
     block_of = {module: number for number, modules in enumerate(blocks) for module in modules}
     numbers: dict[str, int] = {}
     tensors: list[list[NamedTensor]] = [[] for _ in blocks]
     for tensor in named_tensors:
-        # A module that stands under two names is in a block under its first one only.
-        number = _block(tensor.name, block_of)
+        # A module registered under two names is in a block under its first name only; a tensor of
+        # its second name goes with the tensor that it is tied to.
+        number = _find_block(tensor.name, block_of)
         numbers[tensor.name] = numbers[tensor.tied_to] if number is None else number
         tensors[numbers[tensor.name]].append(tensor)
     return tuple(map(tuple, tensors))
 
 
-def _block(name: str, block_of: Mapping[str, int]) -> int | None:
+def _find_block(name: str, block_of: Mapping[str, int]) -> int | None:
+    """Return the block whose module contains a tensor; None if no module of a block does."""
     owner = longest_prefix(name, block_of)
     return None if owner is None else block_of[owner]
 
 
-def _sources(model: nn.Module, published: Collection[str] | None) -> dict[str, list[str]]:
-    """Return for each tensor of the model the checkpoint's names of its sources."""
+def _find_sources(model: nn.Module, published: Collection[str] | None) -> dict[str, list[str]]:
+    """Return for each tensor of the model the names of its source tensors in the checkpoint."""
     try:
         names = published_tensors(model) if published is None else published
         recipe = plan_tensors(model, {*names, *getattr(model, "published_buffers", ())})
     except Exception:
-        # Loading will say what is wrong with these names. The model's own are known in any case.
+        # Loading will report the error in these names. Without sources, only native names count.
         return {}
     sources: dict[str, list[str]] = {}
     for piece in (*recipe.pieces, *recipe.duplicates):
@@ -70,15 +75,15 @@ def _sources(model: nn.Module, published: Collection[str] | None) -> dict[str, l
     for custom in recipe.customs:
         for target in custom.targets:
             sources.setdefault(target, []).extend(custom.sources)
-    for name, source in _computed(dict(model.named_buffers()), recipe):
+    for name, source in _match_computed(dict(model.named_buffers()), recipe):
         sources.setdefault(name, []).append(source)
     return sources
 
 
-def _computed(buffers: Mapping[str, Tensor], recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Match buffers computed by the model with their copies in files, by their last name.
+def _match_computed(buffers: Mapping[str, Tensor], recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Match buffers computed by the model with copies in files, by the last part of the name.
 
-    Only where that is clear: one in the files and one in the model.
+    Only unambiguous names are matched: one tensor in the files, one module in the model.
     """
     for leaf, count in Counter(map(_leaf, recipe.ignored)).items():
         owners = {name.rpartition(".")[0] for name in buffers if _leaf(name) == leaf}
@@ -89,4 +94,5 @@ def _computed(buffers: Mapping[str, Tensor], recipe: Recipe) -> Iterator[tuple[s
 
 
 def _leaf(name: str) -> str:
+    """Return the last part of a dotted name."""
     return name.rpartition(".")[2]

@@ -1,15 +1,15 @@
-"""Recording: the allocation traces of a step, and in training of its forward and backward pass.
+"""Recorder: the allocation traces of a step, or of both passes of a training micro-batch.
 
-Events are sorted into blocks. In a forward pass calls of modules say which block runs. A backward
-pass has no such calls, but every operation there belongs to a node of autograd's graph, and nodes
-are numbered in the order in which the forward pass made them::
+Every event is attributed to a block. In a forward pass, module calls say which block runs. A
+backward pass has no module calls, but every operation there belongs to a node of autograd's graph,
+and nodes are numbered in the order in which the forward pass created them::
 
     block            0         1         2
     node numbers     0 ... 6   7 ... 19  20 ...       node 12 runs: block 1
 
-So a node's number tells its block, also where a layer is computed again (gradient checkpointing).
-Allocations of a backward trace are numbered from the end of the block's forward trace, so that each
-allocation of a micro-batch has its own number.
+So a node's number tells its block. Nodes of a recomputed layer (gradient checkpointing) are created
+during the backward pass, and count for the block that runs. Allocation numbers of a block continue
+from its forward trace into its backward trace: each is unique within a micro-batch.
 """
 
 from __future__ import annotations
@@ -37,18 +37,21 @@ from .recorded import AllocId, PassLog, RecordedPass, RecordedTrace
 
 
 class ChunkBytes(int):
-    """Bytes for a chunk of the loss, of `loss_chunk_tokens` tokens."""
+    """Bytes of an allocation in one chunk of the loss, of `loss_chunk_tokens` tokens."""
 
 
 class RecordedMicroBatch(NamedTuple):
-    """The two passes of a micro-batch."""
+    """The recorded forward and backward pass of a micro-batch."""
 
     forward: RecordedPass
     backward: RecordedPass
 
 
 class _Argument(NamedTuple):
-    """A tensor among the arguments of a call, by its id."""
+    """A tensor argument of a module call: its Python `id`, its storage and its bytes.
+
+    `storage` is None for a tensor that no recorded step has allocated, such as a model input.
+    """
 
     tensor_id: int
     storage: AllocId | None
@@ -56,13 +59,14 @@ class _Argument(NamedTuple):
 
 
 class Recorder:
-    """Listener for the passes of a model's steps, which records them block by block.
+    """Listener of a virtual GPU that records the passes of a model block by block.
 
-    The model is whole on one virtual GPU without data. Its groups are in execution order; one
-    without modules at the end stands for what the caller does with the outputs. With `skip`, blocks
-    that are alike are run once (`memo`). With `hears_moves`, by default where a group `returns_to`
-    an earlier block, tensors that model code moves are recorded as moved; what is moved back to an
-    earlier block, and what is done with it there, is recorded in the group that returns to it.
+    The whole model is on one virtual GPU without data. `groups` are its blocks in execution order;
+    a last group without modules stands for the caller, which uses the outputs. With `skip`,
+    identical blocks run once (`memo`). `hears_moves` records explicit moves in model code
+    (``x.to(y.device)``) as moves; it is implied where a group `returns_to` an earlier block. A
+    tensor moved back to an earlier block, and all operations on this tensor there, are recorded in
+    the group that returns to that block.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class Recorder:
         self._memo = BlockMemo(model, groups, self._log) if skip else None
         has_returns = any(group.returns_to is not None for group in groups)
         self._hears_moves = hears_moves or has_returns
-        # A parameter that is a block by itself is never called: it begins with its container.
+        # A block of parameters alone is never called: it begins when its container is entered.
         modules = {name for name, _ in model.named_modules()}
         self._is_called = [not modules.isdisjoint(group.names) for group in groups]
         owners = {owner: index for index, group in enumerate(groups) for owner in group.owners}
@@ -90,26 +94,27 @@ class Recorder:
         self._current = 0
         self._is_alone = False
         self._scope = ExitStack()
+        # Arguments of entered containers, until the next block call; (block, argument) pairs read.
         self._entered: list[_Argument] = []
         self._moved: set[tuple[int, _Argument]] = set()
         self.counts_work = True
-        """Set to False while operations run for the sake of their memory alone."""
+        """Set to False while operations count for their allocations, and not for their work."""
         self.needs_movers = False
-        """Whether model code gives blocks tensors that it has made on the host."""
+        """True once model code has passed to a module a tensor that it created on the host."""
         self.recomputes = False
-        """Whether a module was called again in a backward pass."""
+        """True once a module was called during a backward pass (gradient checkpointing)."""
         self._is_backward = False
-        # The chunk of the loss that runs: all of them allocate what chunk 0 does, and only that is
-        # recorded.
+        # The index of the running loss chunk, or None outside of chunks. Only chunk 0 is recorded:
+        # the other chunks repeat its allocations.
         self._chunk: int | None = None
-        # Of each block the number of its first allocation in this pass: 0 in a forward pass, and in
-        # the backward pass of a block with 12 allocations 12, so that a free of number 7 there ends
-        # what the forward pass has saved.
+        # The number of each block's first allocation in this pass: 0 in a forward pass; 12 in the
+        # backward pass of a block whose forward pass made 12 allocations. A free of number 7 in
+        # that backward pass then means a tensor saved by the forward pass.
         self._first_numbers = [0] * len(groups)
-        # The node numbers at which calls of blocks begin, and those blocks.
+        # The autograd node numbers at which block calls begin, and the block of each call.
         self._first_nodes: list[int] = []
         self._node_blocks: list[int] = []
-        # The numbers of the gradients of each block's arguments, by position.
+        # Allocation numbers of argument gradients, by block and position of the argument.
         self._gradients: dict[tuple[int, int], int] = {}
 
     def __enter__(self) -> Self:
@@ -141,7 +146,7 @@ class Recorder:
         self._scope.close()
 
     def record(self, run: Callable[[], None], *, is_alone: bool = False) -> RecordedPass:
-        """Record a step of a single pass, which `is_alone` with one token of one sequence."""
+        """Record a step of a single pass; `is_alone` marks one token of one sequence."""
         self._is_alone = is_alone
         self._start_step()
         recorded = self._record_pass(run)
@@ -149,11 +154,11 @@ class Recorder:
         return recorded
 
     def record_training(self, forward: Callable[[], torch.Tensor]) -> RecordedMicroBatch:
-        """Record a micro-batch: a forward pass, which returns its loss, and the backward pass."""
+        """Record a micro-batch: run `forward`, which returns the loss, and then backward."""
         self._start_step()
         losses: list[torch.Tensor] = []
         first_pass = self._record_pass(lambda: losses.append(forward()))
-        # The caller has the loss, with which the backward pass begins.
+        # The caller starts the backward pass with the loss: the loss is no live-through read.
         first_pass.traces[-1].live_through -= {self._log.id_of(loss) for loss in losses}
         self._first_numbers = [len(trace.sizes) for trace in first_pass.traces]
 
@@ -161,7 +166,7 @@ class Recorder:
             self._current = len(self._groups) - 1
             losses.pop().backward()
 
-        # Gradients of arguments were made known by hooks; see `_follow_gradient`.
+        # Hooks of the forward pass note the reads of gradients; see `_follow_gradient`.
         self._is_backward = True
         with register_module_forward_pre_hook(self._note_call):
             second_pass = self._record_pass(backward)
@@ -173,16 +178,18 @@ class Recorder:
         return RecordedMicroBatch(first_pass, second_pass)
 
     def forget(self) -> None:
-        """Start a new sequence, without the caches or gradients of the last sequence."""
+        """Forget the caches and gradients recorded so far: the next step starts without any."""
         self._log.ids.clear()
         self._slots = [[] for _ in self._groups]
 
     def _start_step(self) -> None:
+        """Start the next step, with the allocation numbers of a forward pass."""
         self._log.step += 1
         self._first_numbers = [0] * len(self._groups)
         self._first_nodes, self._node_blocks, self._gradients = [0], [0], {}
 
     def _record_pass(self, run: Callable[[], None]) -> RecordedPass:
+        """Call `run` while listening to the virtual GPU, and return the trace of each block."""
         self._current = 0
         self._entered, self._moved = [], set()
         self._log.traces = traces = [RecordedTrace() for _ in self._groups]
@@ -199,9 +206,12 @@ class Recorder:
         return RecordedPass(traces=traces, model_blocks=model_blocks, step=self._log.step)
 
     def _note_retained(self) -> None:
-        """Note caches or gradients as retained: all live allocations of a step but a stub's."""
-        # Slots are in order of allocation. A layer that has kept keys (slot 0) and values (1), and
-        # allocates longer ones in their place, frees slots 0 and 1, and has 0 and 1 again.
+        """Mark the last pass's allocations that are still live (caches, gradients) as retained.
+
+        Gradients of stubs, which have placeholder numbers below 0, are left out.
+        """
+        # Slots are in order of allocation. A layer with keys in slot 0 and values in slot 1
+        # allocates longer tensors, and frees both slots; the new keys and values are 0 and 1 again.
         self._slots = [[s for s in slots if s in self._log.ids] for slots in self._slots]
         for storage_id, storage in sorted(self._log.ids.items(), key=lambda item: item[1]):
             step, block, number = storage
@@ -210,12 +220,12 @@ class Recorder:
                 self._slots[block].append(storage_id)
                 trace.retained += (number,)
 
-    # What virtual GPUs tell a listener.
+    # The listener interface of virtual GPUs.
 
     def allocated(self, gpu: object, storage_id: int, num_bytes: int) -> None:
         """Add an allocation to the trace of the current block."""
-        # Chunks of the loss run one after the other, none is larger than chunk 0, and each frees
-        # what it has allocated. A free of what wasn't recorded finds no id: no event either.
+        # Loss chunks run one after another, none is larger than chunk 0, and each frees its own
+        # allocations. Storages of the other chunks get no id, so `freed` ignores them.
         if self._chunk:
             return
         if self._chunk == 0:
@@ -228,16 +238,16 @@ class Recorder:
         trace.events.append(None)
 
     def freed(self, gpu: object, storage_id: int) -> None:
-        """Add a free to the trace of the current block; of a cache, to its own block's."""
+        """Add a free to the trace of the current block; a cache is freed in its own block's."""
         self._locate()
         storage = self._log.ids.pop(storage_id, None)
         if storage is not None:
-            # A cache entry is freed where it was made, even if another block runs by then.
+            # A storage of an earlier step is a cache, whichever block runs when it is freed.
             block = self._current if storage[0] == self._log.step else storage[1]
             self._log.traces[block].events.append(storage)
 
     def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Add an operation's arithmetic, memory traffic and launch to the current block."""
+        """Add the FLOPs, memory traffic and kernel launch of an operation to the current block."""
         self._locate()
         trace = self._log.traces[self._current]
         if trace.matmul_at is None and virtual.is_product(func, args):
@@ -251,18 +261,18 @@ class Recorder:
             trace.moved_bytes += count_bytes(func, inputs, outputs, is_alone=self._is_alone)
 
     def _locate(self) -> None:
-        """Set the current block in a backward pass, by the running node; blocks only go down."""
+        """In a backward pass, set the current block by the running autograd node."""
         if not self._is_backward:
             return
-        # With block 1's nodes from 7 on and block 2's from 20 on, node 12 is of block 1. Two kinds
-        # of nodes have other numbers:
+        # With block 1's nodes from 7 on and block 2's from 20 on, node 12 belongs to block 1. Two
+        # kinds of nodes have numbers outside of these ranges:
         #
-        #   AccumulateGrad     the largest there is, so that autograd runs it at once; its parameter
-        #                      tells the block
-        #   computed again     a checkpointed layer's nodes are made during the backward pass, with
-        #                      numbers behind all others; the minimum keeps the current block
+        #   AccumulateGrad     has the largest number, so that autograd runs it at once; its
+        #                      parameter tells the block
+        #   recomputed nodes   a checkpointed layer's nodes are created during the backward pass,
+        #                      with larger numbers than all others; the current block stays
         #
-        # The minimum is right since autograd runs nodes in descending order of their numbers.
+        # Autograd runs nodes in descending order of their numbers, so the block never increases.
         node: Any = torch._C._current_autograd_node()
         if node is None:
             return
@@ -272,10 +282,10 @@ class Recorder:
             block = self._node_blocks[bisect_right(self._first_nodes, node._sequence_nr()) - 1]
         self._current = min(self._current, block)
 
-    # What calls of modules tell.
+    # Observers of module calls.
 
     def _begin(self, block: int) -> bool:
-        """Set the current block; in a backward pass, where blocks are recomputed, do nothing."""
+        """Make a block the current one; in a backward pass (recomputation) only return False."""
         if self._is_backward:
             return False
         self._first_nodes.append(torch._C._autograd._get_sequence_nr())
@@ -291,22 +301,22 @@ class Recorder:
         args: Any,
         kwargs: Any,
     ) -> tuple[Any, Any]:
-        """Move the arguments of a module to its first block, as dispatch does."""
+        """Bring the arguments of a container to its first block's device, as dispatch does."""
         tensors: list[torch.Tensor] = []
 
-        def change(tensor: torch.Tensor) -> torch.Tensor:
+        def bring_tensor(tensor: torch.Tensor) -> torch.Tensor:
             tensors.append(self._bring(tensor))
             return tensors[-1]
 
-        brought = mapped_call(args, kwargs, change, caches)
+        brought = mapped_call(args, kwargs, bring_tensor, caches)
         if not self._is_called[first_block] and self._begin(first_block):
             self._read(first_block, [*self._arguments(tensors)])
         if not self._is_backward:
             for tensor in tensors:
                 self._follow_gradient(tensor, None, by=first_block)
-            # What is on another block's device is moved for the blocks behind the first one, too.
-            # Example: a decoder is given the encoder's output. Its first block, the embedding,
-            # doesn't attend to it, but dispatch brings it there, and from there to the layers.
+            # Arguments from other devices are live-through reads of the block that is called next.
+            # Example: a decoder is given the encoder's output. The decoder's first block, the
+            # embedding, doesn't read it, but dispatch copies it there, and from there to layers.
             self._entered += (
                 argument
                 for argument in self._describe(tensors)
@@ -317,6 +327,7 @@ class Recorder:
     def _call_block(
         self, block: int, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
     ) -> Any:
+        """Note the arguments of a block's module, then run the module or its stub."""
         if not self._begin(block):
             return forward(*args, **kwargs)
         args, kwargs = mapped_call(args, kwargs, self._bring)
@@ -329,7 +340,7 @@ class Recorder:
         return self._memo.call(block, producers, forward, args, kwargs)
 
     def _leave_model(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Give the outputs to the caller, to whose device dispatch brings them."""
+        """Note the model's outputs as reads of the caller, to whose device dispatch copies them."""
         caller = len(self._groups) - 1
         self._begin(caller)
         caches = {id(tensor) for tensor in tensors_in(caches_in(output))}
@@ -337,25 +348,27 @@ class Recorder:
         self._read(caller, [*self._arguments(returned)], live_through=True)
 
     def _note_call(self, module: nn.Module, args: Any) -> None:
+        """Note a module call during a backward pass."""
         self.recomputes = True
 
     def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, copied from the host where dispatch would do so."""
+        """Return a tensor, copied to the virtual GPU where dispatch would copy it from the host."""
         brought = bring(tensor, virtual.virtual_device(0))
         self.needs_movers |= brought is not tensor
         return brought
 
     def _places(self, block: int) -> tuple[int, int | None]:
-        """Return the blocks on whose device a block's allocations are."""
+        """Return a block and the earlier block whose device it shares, or None if there is none."""
         return block, self._groups[block].returns_to
 
     def _describe(self, tensors: Iterable[Any]) -> Iterator[_Argument]:
+        """Yield an `_Argument` for each virtual tensor."""
         for tensor in tensors:
             if isinstance(tensor, virtual.VirtualTensor):
                 yield _Argument(id(tensor), self._log.id_of(tensor), tensor.nbytes)
 
     def _arguments(self, tensors: Iterable[torch.Tensor]) -> Iterator[_Argument]:
-        """Describe a block's arguments, and follow their gradients."""
+        """Yield an `_Argument` for each argument of a block, and follow its gradient."""
         for position, tensor in enumerate(tensors):
             self._follow_gradient(tensor, position)
             yield from self._describe([tensor])
@@ -363,46 +376,49 @@ class Recorder:
     def _read(
         self, block: int, arguments: Iterable[_Argument], *, live_through: bool = False
     ) -> None:
-        """Note the tensors moved to a block; `live_through` if only its containers get them."""
+        """Add arguments made by other blocks to a block's reads.
+
+        `live_through` is for arguments of the block's containers, not of the block itself.
+        """
         trace = self._log.traces[block]
         for argument in arguments:
             storage = argument.storage
             if storage is None or storage[1] == block:
                 continue
-            # It only lives through the block unless the block itself is given a tensor on it.
+            # A storage lives through the block unless the block itself is given a tensor on it.
             if not live_through:
                 trace.live_through.discard(storage)
             elif storage not in trace.reads:
                 trace.live_through.add(storage)
-            # Movers copy each tensor object once for a block: two views of one storage count twice,
-            # and a mask that two modules of the block are given counts once.
+            # Movers copy each tensor object once per block: two views of one storage count twice,
+            # and a mask that is passed to two modules of the block counts once.
             if (block, argument) not in self._moved:
                 self._moved.add((block, argument))
                 trace.reads[storage] = trace.reads.get(storage, 0) + argument.num_bytes
 
-    # What explicit moves tell.
+    # Listeners of explicit moves in model code.
 
     def _block_that_made(self, tensor: torch.Tensor) -> int | None:
-        """Return the block of a tensor allocated in this step, or None."""
+        """Return the block that allocated a tensor in this step; None for any other tensor."""
         storage = self._log.id_of(tensor)
         return storage[1] if storage is not None and storage[0] == self._log.step else None
 
     def _note_move(self, result: torch.Tensor, source: torch.Tensor, block: int) -> torch.Tensor:
-        """Note an explicit move to the device of a block."""
+        """Note an explicit move to the device of a block, and return the moved tensor."""
         self._follow_gradient(source, None)
         made_by = self._block_that_made(source)
         group = self._return_to(block)
         if made_by is not None and block == self._current and made_by not in self._places(block):
-            # On to the device of the block that runs, as a mover would bring it.
+            # A move forward, to the device of the running block: like a copy made by dispatch.
             self._read(block, [*self._arguments([source])])
         if made_by is None or made_by <= block or group is None:
             return result
         self._begin(group)
-        # On another device it is a copy, and what it was made from ends when nobody has it.
+        # A move back. On several GPUs the result is a copy: clone, so that the source can be freed.
         return result.clone() if result is source else result
 
     def _return_to(self, block: int) -> int | None:
-        """Return the group behind the current block for returns to an earlier block, or None."""
+        """Return the next group that returns to a block; None if a called block comes before it."""
         for index, group in enumerate(self._groups[self._current :], self._current):
             if group.returns_to == block:
                 return index
@@ -410,20 +426,21 @@ class Recorder:
                 return None
         return None
 
-    # What comes back in a backward pass.
+    # Gradients of arguments, in a backward pass.
 
     def _follow_gradient(self, tensor: Any, position: int | None, *, by: int | None = None) -> None:
-        """Register a hook to note the read of an argument's gradient by the argument's producer.
+        """Register a hook that notes when an argument's producer reads the argument's gradient.
 
         Block 1 gives `x` to block 3. In the backward pass block 3 makes `dx`, the gradient of `x`,
         and nodes of block 1 read it, together with tensors that block 1 has saved in the forward
-        pass. A hook on `x` is given `dx`, whose storage says which block has made it::
+        pass. A hook on `x` gets `dx`, whose storage tells the block that made `dx`::
 
             forward:   1 -- x --> 3        traces[3].reads has x
             backward:  1 <- dx -- 3        traces[1].reads gets dx
 
-        Where a container that begins with block 2 was given `x`, dispatch has moved it there
-        first, and the gradient goes back `by` way of block 2, which reads it as well.
+        Where a container that begins with block 2 was given `x`, dispatch has copied `x` to block 2
+        first, and the gradient goes back `by` way of block 2, which reads `dx` as well. `position`
+        is the argument's index among the block's; None for containers and explicit moves.
         """
         storage = self._log.id_of(tensor) if tensor.requires_grad else None
         if storage is None:
@@ -433,8 +450,8 @@ class Recorder:
         # When the hook runs, `self._log` has the traces of the backward pass. There the roles are
         # exchanged: block 3 is the maker, block 1 the reader. On several GPUs autograd moves the
         # gradient, in the backward function of the copy of `x` that a mover has made for block 3.
-        # Nothing is moved where block 1 has made the gradient itself, nor for one of another step.
-        def note(gradient: Any) -> None:
+        # A gradient made by block 1 itself isn't moved; one of another step is not noted.
+        def note_read(gradient: Any) -> None:
             origin = self._log.id_of(gradient)
             if origin is None or origin[1] == producer or origin[0] != self._log.step:
                 return
@@ -445,29 +462,30 @@ class Recorder:
             if position is not None:
                 self._gradients[origin[1], position] = origin[2]
 
-        tensor.register_hook(note)
+        tensor.register_hook(note_read)
 
-    def _resolve_placeholders(self, second: RecordedPass) -> None:
-        """Replace placeholder numbers of stubs' gradients by those of the recorded block."""
+    def _resolve_placeholders(self, backward: RecordedPass) -> None:
+        """Replace placeholder numbers of stubs' gradients by the numbers of the recorded block."""
 
         def resolved(storage: AllocId) -> AllocId:
             step, block, number = storage
             if number >= 0 or step != self._log.step:
                 return storage
-            return step, block, self._gradients[second.model_blocks[block], placeholder(number)]
+            return step, block, self._gradients[backward.model_blocks[block], placeholder(number)]
 
-        for block, trace in enumerate(second.traces):
-            if second.model_blocks[block] == block:
+        for block, trace in enumerate(backward.traces):
+            if backward.model_blocks[block] == block:
                 trace.events = [None if it is None else resolved(it) for it in trace.events]
                 trace.reads = {resolved(it): size for it, size in trace.reads.items()}
 
 
 def _drop_frees_of_saved(forward: RecordedPass, backward: RecordedPass) -> None:
-    """Remove frees of arguments from a forward pass, if a stubbed block would have saved these.
+    """Remove the frees of arguments that stubbed blocks would have saved, from a forward pass.
 
-    A stub saves nothing for its backward pass: an argument of block 5, a stub of block 3, is freed
-    in the forward pass by whichever block runs then. The backward trace of block 3 frees an
-    argument from block 2; so the free of that of block 4 is removed.
+    A stub saves nothing for its backward pass, so its arguments are freed in the forward pass
+    already. Example: block 5 is a stub of block 3. The backward trace of block 3 frees allocation n
+    of block 2, its saved argument; so block 5 would have saved allocation n of block 4, whose free
+    is removed here from the forward pass.
     """
     saved = {
         (step, producer + block - model, number)

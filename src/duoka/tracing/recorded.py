@@ -1,7 +1,7 @@
-"""The parts of a recorded step: an allocation trace for each block.
+"""Data of a recorded step: an allocation trace for each block.
 
-A trace is a def-use trace of storages. Every storage has an id, which says where it was allocated;
-frees and reads refer to storages by this id. Of three blocks in step ``s``::
+A trace lists the allocations, frees and reads of storages. Every storage has an id, which says
+where it was allocated; frees and reads refer to storages by this id. Three blocks in step ``s``::
 
     block 0, embedding     block 1, layer                    block 2, layer
     alloc  (s, 0, 0)       read   (s, 0, 0)                  read   (s, 1, 2)
@@ -11,7 +11,7 @@ frees and reads refer to storages by this id. Of three blocks in step ``s``::
                            free   (s, 1, 0)
                            free   (s, 0, 0)
 
-Storage ``(s, 1, 1)`` is alive after the step: it is retained, and a later step frees it.
+Storage ``(s, 1, 1)`` is still live after the step: it is retained, and a later step frees it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ from typing import Any
 from duoka import virtual
 
 AllocId = tuple[int, int, int]
-"""Where a storage was allocated: the step, the block, the number of the allocation in its trace."""
+"""The allocation of a storage: step, block, and number of the allocation in the block's trace."""
 
 
 @dataclass(slots=True)
 class RecordedTrace:
     """The trace of a pass through a block: sizes in bytes, and storages by their ids.
 
-    Of the `events`, None is the next allocation and an id is a free. `live_through` are the reads
-    that only a container of the block was given, for a later block: they are alive while this block
-    runs, and it doesn't use them. `slots` are the positions of the block's retained storages.
+    In `events`, None stands for the next allocation of `sizes`, an id for a free. `reads` are the
+    bytes of arguments made by other blocks. `live_through` are the reads that were passed only to a
+    container of the block, for a later block: they are live while this block runs, but unused by
+    it. `retained` are the numbers of allocations that outlive the step, `slots` the order of the
+    storages retained by earlier steps. `matmul_at` is the number of events before the first matrix
+    product, or None without one. `moved_bytes` are bytes read and written by kernels.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -47,7 +50,7 @@ class RecordedTrace:
     launches: int = 0
 
     def ids(self) -> Iterator[AllocId]:
-        """Yield the storages freed and read in the trace."""
+        """Yield the ids of the storages freed or read in the trace."""
         yield from (storage for storage in self.events if storage is not None)
         yield from self.reads
 
@@ -56,8 +59,8 @@ class RecordedTrace:
 class RecordedPass:
     """A pass over the model: the trace of each block.
 
-    `model_blocks` has for a stubbed block the number of the block whose trace holds for it, and for
-    any other block its own number. No rule is fitted to the trace of a stub.
+    `model_blocks[block]` is the block whose trace stands for this block: another block for a stub,
+    otherwise the block itself. No rule is fitted to the trace of a stub.
     """
 
     traces: list[RecordedTrace]
@@ -65,13 +68,13 @@ class RecordedPass:
     step: int
 
     def is_like(self, other: RecordedPass) -> bool:
-        """Return True if every block has as many events in both passes."""
+        """Return True if every block has the same number of events in both passes."""
         pairs = zip(self.traces, other.traces, strict=True)
         return all(len(trace.events) == len(same.events) for trace, same in pairs)
 
 
 class PassLog:
-    """The traces of the current pass, and the ids of all live storages."""
+    """The traces of the current pass, and the ids of all live storages that were recorded."""
 
     def __init__(self) -> None:
         self.step = -1
@@ -79,10 +82,10 @@ class PassLog:
         self.ids: dict[int, AllocId] = {}
 
     def id_of(self, tensor: Any) -> AllocId | None:
-        """Return the id of a tensor's storage, or None for a tensor from outside of all steps."""
+        """Return the id of a tensor's storage; None if no recorded step has allocated it."""
         is_virtual = isinstance(tensor, virtual.VirtualTensor)
         return self.ids.get(tensor.storage_id) if is_virtual else None
 
     def adopt(self, tensor: virtual.VirtualTensor, block: int, number: int) -> None:
-        """Give a stub's output the id of an allocation of its block."""
+        """Give a tensor made by a stub the id of an allocation of the stubbed block."""
         self.ids[tensor.storage_id] = (self.step, block, number)

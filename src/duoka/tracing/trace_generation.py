@@ -1,4 +1,4 @@
-"""Tracing generation: rules for any prompt and answer, or the steps of certain workloads."""
+"""Tracing generation: rules for any prompt and new tokens, or only the steps of some workloads."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ from .recorded import RecordedPass
 from .tracer import FAILURES, LOOKED_AT_TOKENS, PROBED_TOKENS, Irregular, Tracer
 
 _SHORTEST_RANGE = 256
-# Between the recorded steps of one workload, so many tokens are filled in at a time.
+# Tokens per step that only fills the cache, between two recorded steps of a workload.
 _FILLED_TOKENS = 128
-# Of the chunks of a prompt with images, so many are recorded besides the first and the last ones.
+# The most chunks to record of a prompt with images, besides the first two and the last two.
 _MOST_CHUNKS = 28
 
 
 def trace(model: nn.Module, spec: TraceSpec, *, batched: bool = True) -> Profile:
     """Record the steps of a causal language model, and return rules for all workloads.
 
-    Without `batched` the rules are for a single sequence: two thirds of the steps to record are of
-    several.
+    Without `batched` the rules hold for a single sequence only, which takes a third of the steps.
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise Irregular("the cost of an encoder-decoder depends on two lengths")
@@ -45,7 +44,7 @@ def trace(model: nn.Module, spec: TraceSpec, *, batched: bool = True) -> Profile
 
 
 def trace_workload(model: nn.Module, spec: TraceSpec, workloads: Sequence[Workload]) -> Profile:
-    """Record the steps of certain workloads, and return a profile of these."""
+    """Record the steps of the given workloads, and return a profile for these workloads alone."""
     tracer = GenerationTracer(model, spec)
     return tracer.trace(partial(tracer.points_of, workloads))
 
@@ -53,7 +52,7 @@ def trace_workload(model: nn.Module, spec: TraceSpec, workloads: Sequence[Worklo
 def trace_call(
     model: nn.Module, spec: TraceSpec, inputs: Mapping[str, Any] | Sequence[Any]
 ) -> Profile:
-    """Record a call of any module on example inputs, and return a profile of this call."""
+    """Record a call of any module on example inputs, and return a profile for this call alone."""
     tracer = _CallTracer(model, spec)
     tracer.inputs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
     return tracer.trace(tracer.schedule)
@@ -63,11 +62,12 @@ class _CallTracer(Tracer):
     """Records a call of a module."""
 
     skip = False
-    # Labels are moved to the logits, as a classifier's code moves what it knows of its inputs.
+    # Model code may move inputs explicitly: labels to the logits' device, for instance.
     hears_moves = True
     inputs: tuple[Any, Any]
 
     def start(self) -> None:
+        """Find the blocks in the call."""
         self.observe(find_groups(self.model, self._call, hears_moves=True))
 
     def schedule(self) -> Iterator[RegimeTraces]:
@@ -77,6 +77,7 @@ class _CallTracer(Tracer):
         yield self.fit(Regime(phase="prefill"), [sample])
 
     def _call(self) -> None:
+        """Call the module on its example inputs."""
         args, kwargs = self.inputs
         self.model(*to_device(args, self.device), **to_device(kwargs, self.device))
 
@@ -85,16 +86,17 @@ class GenerationTracer(Tracer):
     """Records prefill and decode steps, and passes that encode images."""
 
     has_cache = False
+    """True once a step of the current workload was recorded, which left a KV cache."""
 
     def __init__(self, model: nn.Module, spec: TraceSpec) -> None:
         super().__init__(model, spec, prompts_for(model, spec.conditions))
 
     def start(self) -> None:
         """Find the blocks in a short prefill."""
-        run = partial(self._looked_at, max(LOOKED_AT_TOKENS, self.least_tokens))
+        run = partial(self._run_prefill, max(LOOKED_AT_TOKENS, self.least_tokens))
         self.observe(self.find_blocks(run, encodes_apart=bool(self.stepper(1).passes)))
 
-    def _looked_at(self, tokens: int) -> None:
+    def _run_prefill(self, tokens: int) -> None:
         self.stepper(1).step(tokens)
 
     def stepper(self, batch: int) -> Stepper:
@@ -104,26 +106,27 @@ class GenerationTracer(Tracer):
 
     def rules(self, *, batched: bool) -> Iterator[RegimeTraces]:
         """Yield regimes for every possible step, in order of precedence."""
-        cells = list(self.ranges())
+        ranges = list(self.ranges())
         if self.spec.conditions.image_chunk_tokens is not None:
             raise Unlike("the cost of a chunk depends on the images in it")
-        yield from self._regimes(cells, is_batched=False)
+        yield from self._regimes(ranges, is_batched=False)
         if not batched or self.spec.conditions.vision_batch is not None:
-            return  # with a vision batch, the batch decides on the passes
+            return  # with a vision batch, the encoding passes depend on the batch
         try:
-            yield from list(self._regimes(cells, is_batched=True))
+            yield from list(self._regimes(ranges, is_batched=True))
         except Unlike:
-            # A tower that takes its images one by one does other things in each batch.
+            # A tower that encodes images one by one has another trace for each batch size.
             if self.prompts is None:
                 raise
 
     def _regimes(
-        self, cells: Sequence[tuple[int, int]], *, is_batched: bool
+        self, ranges: Sequence[tuple[int, int]], *, is_batched: bool
     ) -> Iterator[RegimeTraces]:
-        for earlier, later in combinations(cells, 2):
-            yield from self._crossing(is_batched, earlier, later)
-        for start, stop in cells:
-            yield from self._cell(is_batched, start, stop)
+        """Yield the regimes of steps from one range into a later one, then those of each range."""
+        for earlier, later in combinations(ranges, 2):
+            yield from self._trace_crossing(is_batched, earlier, later)
+        for start, stop in ranges:
+            yield from self._trace_range(is_batched, start, stop)
 
     def profile(self, regimes: Sequence[RegimeTraces]) -> Profile:
         """Return the profile with these regimes."""
@@ -131,12 +134,12 @@ class GenerationTracer(Tracer):
         return replace(super().profile(regimes), reads_images_in_chunks=in_chunks)
 
     def points_of(self, workloads: Sequence[Workload]) -> list[RegimeTraces]:
-        """Return regimes for the steps of some workloads."""
+        """Return regimes for the steps of the given workloads."""
         try:
             return self._points_of(workloads, _FILLED_TOKENS)
         except FAILURES:
             if self.has_cache:
-                with suppress(*FAILURES):  # it may take one token at a time, once it has a cache
+                with suppress(*FAILURES):  # with a cache, a model may only accept single tokens
                     return self._points_of(workloads, 1)
             raise
 
@@ -145,22 +148,22 @@ class GenerationTracer(Tracer):
         return [*{(it.phase, it.query, it.keys): (it, t) for it, t in points}.values()]
 
     def _points(self, workload: Workload, filled_tokens: int) -> Iterator[RegimeTraces]:
-        """Yield regimes for the steps of a workload; each holds back to the step before."""
+        """Yield regimes for recorded steps of a workload, each valid back to the step before it."""
         is_batched = workload.batch > 1
         steps = _choose_chunks(workload.chunks(), has_images=self.prompts is not None)
         stepper = Stepper.of(self.model, workload, self.device, self.prompts)
         earlier, self.has_cache = 0, False
         with self.recorder as recorder:
             recorder.forget()
-            for sample in self._encoded(stepper):
+            for sample in self._record_encoding(stepper):
                 yield self.fit(_pass_regime(sample, is_batched), [sample])
             for query, past in [*steps, *_decodes(workload)]:
                 while stepper.past < past:
-                    # Recorded and thrown away: what is skipped must be skipped here as well.
+                    # Recorded and discarded: blocks stubbed in other steps must be stubs here too.
                     tokens = min(past - stepper.past, max(query, filled_tokens))
                     recorder.record(partial(stepper.step, tokens))
                 phase: Phase = "prefill" if not past else "extend" if query > 1 else "decode"
-                sample = self._recorded(stepper, phase, query)
+                sample = self._record_step(stepper, phase, query)
                 self.has_cache = True
                 keys = (earlier + 1, sample.keys + 1)
                 regime = Regime(
@@ -169,32 +172,32 @@ class GenerationTracer(Tracer):
                 yield self.fit(regime, [sample])
                 earlier = sample.keys
                 if earlier == workload.prompt_tokens:
-                    for sample in self._released(stepper):
+                    for sample in self._record_release(stepper):
                         regime = Regime(phase="release", is_batched=is_batched, query=(0, 1))
                         yield self.fit(regime, [sample])
 
-    def _recorded(self, stepper: Stepper, phase: Phase, tokens: int) -> RecordedStep:
-        """Record a step of so many tokens, or of so many images."""
+    def _record_step(self, stepper: Stepper, phase: Phase, tokens: int) -> RecordedStep:
+        """Record a step of `tokens` tokens; in the phase "encode", of as many images."""
         is_alone = stepper.batch == tokens == 1 and phase != "encode"
         recorded = self.recorder.record(partial(stepper.take, phase, tokens), is_alone=is_alone)
         keys = stepper.past if phase != "release" else 0
         return RecordedStep(phase, stepper.batch, tokens, keys, recorded)
 
-    def _encoded(self, stepper: Stepper) -> Iterator[RecordedStep]:
-        """Record the passes that encode images; their keys are the images so far."""
+    def _record_encoding(self, stepper: Stepper) -> Iterator[RecordedStep]:
+        """Record the passes that encode images; their `keys` count the images encoded so far."""
         encoded = 0
         for images in stepper.passes:
             encoded += images
-            yield replace(self._recorded(stepper, "encode", images), keys=encoded)
+            yield replace(self._record_step(stepper, "encode", images), keys=encoded)
 
-    def _released(self, stepper: Stepper) -> Iterator[RecordedStep]:
-        """Record how features of images end, if there are any, once their prompt is read."""
+    def _record_release(self, stepper: Stepper) -> Iterator[RecordedStep]:
+        """Record the release of image features after the prompt, if images were encoded."""
         if stepper.passes:
-            yield self._recorded(stepper, "release", 0)
+            yield self._record_step(stepper, "release", 0)
 
-    def _cell(self, is_batched: bool, start: int, stop: int) -> Iterator[RegimeTraces]:
+    def _trace_range(self, is_batched: bool, start: int, stop: int) -> Iterator[RegimeTraces]:
         """Yield the regimes of a range, for a single sequence or several."""
-        # What is asked of a model made for few tokens must not be more than it can do.
+        # No probe is longer than the longest context of the model.
         high = min(stop, self.longest + 1, start + PROBED_TOKENS)
         runs = list(plain_runs(is_batched, start, high))
         if self.prompts is not None:
@@ -217,13 +220,13 @@ class GenerationTracer(Tracer):
             equal_passes = [sample for sample in encoding if sample.keys == keys]
             yield self.fit(_pass_regime(equal_passes[0], is_batched), equal_passes)
 
-    def _crossing(
+    def _trace_crossing(
         self, is_batched: bool, earlier: tuple[int, int], later: tuple[int, int]
     ) -> Iterator[RegimeTraces]:
         """Yield the regime of steps from a range into a later range."""
-        # A chunk that begins inside of a sliding window and ends beyond it: its first queries see
-        # all keys, its last ones a window of them. Masks and caches are as in neither range, so
-        # that such steps have rules of their own, except where the later range is too short.
+        # A chunk that begins within a sliding window and ends beyond it: its first queries attend
+        # to all keys, its last queries to a window of them. Its masks and caches differ from both
+        # ranges, so such steps have their own rules, unless the later range is too short.
         high = min(later[1], self.longest + 1, later[0] + PROBED_TOKENS)
         if high - later[0] < _SHORTEST_RANGE:
             return
@@ -235,7 +238,7 @@ class GenerationTracer(Tracer):
     def _record_aligned(
         self, runs: Sequence[ProbeRun]
     ) -> tuple[list[RecordedStep], Callable[[], None]]:
-        """Record runs and an aligned one; return a function, too, that adds the others aligned."""
+        """Record runs and the first aligned one; return samples, and a function to add the rest."""
         first_run, *rest = (run.aligned() for run in runs)
         samples = self._record([*runs, first_run])
 
@@ -246,15 +249,16 @@ class GenerationTracer(Tracer):
         return samples, complete
 
     def _record(self, runs: Iterable[ProbeRun]) -> list[RecordedStep]:
+        """Record the steps of runs, each run over a cache of its own."""
         samples: list[RecordedStep] = []
         extended: RecordedPass | None = None
         with self.recorder as recorder:
             for run in runs:
                 stepper = self.stepper(run.batch)
                 recorder.forget()
-                samples.extend(self._encoded(stepper))
+                samples.extend(self._record_encoding(stepper))
                 for number, (phase, tokens) in enumerate(run.steps):
-                    sample = self._recorded(stepper, phase or "extend", tokens)
+                    sample = self._record_step(stepper, phase or "extend", tokens)
                     if phase is not None:
                         samples.append(sample)
                     if phase == "extend" and not sample.is_aligned:
@@ -262,15 +266,15 @@ class GenerationTracer(Tracer):
                         if not sample.recorded.is_like(extended):
                             raise Unlike("the model's code loops over the tokens")
                     if number == 0:
-                        samples.extend(self._released(stepper))
+                        samples.extend(self._record_release(stepper))
         return samples
 
 
 def _choose_chunks(chunks: Sequence[tuple[int, int]], *, has_images: bool) -> list[tuple[int, int]]:
-    """Choose the chunks to record: the first two and the last two, of prompts with images more.
+    """Choose the chunks to record: the first two, the last two, and some between with images.
 
-    Chunks between two of them are replayed as the later one. What a chunk leaves in the allocator's
-    cache depends on the length of the KV cache, and on the images in the chunk.
+    A chunk between two recorded chunks is replayed as the later of them. The memory that a chunk
+    leaves cached in the allocator depends on the length of the KV cache and on its images.
     """
     if len(chunks) <= 4:
         return [*chunks]
@@ -287,6 +291,6 @@ def _decodes(workload: Workload) -> list[tuple[int, int]]:
 
 
 def _pass_regime(sample: RecordedStep, is_batched: bool) -> Regime:
-    """Return the regime of a pass over so many images, after so many others."""
+    """Return the regime of encoding passes with the sample's images and images so far."""
     query, keys = (sample.query, sample.query + 1), (sample.keys, sample.keys + 1)
     return Regime(phase="encode", is_batched=is_batched, query=query, keys=keys)

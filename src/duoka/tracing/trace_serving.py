@@ -1,7 +1,7 @@
 """Tracing serving: rules for the steps over a paged cache.
 
-Two kinds of steps are recorded: the first one, which makes the pages, and those after it. Their
-memory follows from their size and the cache's alone (`forecast.serving`).
+Two kinds of steps are recorded: the first step, which allocates the pages, and later steps. The
+memory of a step depends only on its size and on the size of the cache (`forecast.serving`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .blocks import find_groups
 from .fit import RecordedStep, Unlike
 from .tracer import Tracer
 
-# Tokens, rows and logits; one token alone may be computed otherwise than several. There are more of
-# each than rules have coefficients.
+# Step sizes as (tokens, rows, logits), separately for one token and for several, which may take
+# other code paths. There are more sizes of each than rules have coefficients.
 _ONE = ((1, 1, 2),) * 6
 _SEVERAL = (
     *((2, 1, 2), (40, 32, 7), (28, 8, 3), (64, 4, 17), (80, 64, 2), (24, 16, 5)),
     *((56, 2, 11), (48, 32, 13), (96, 1, 19), (32, 8, 2)),
 )
-# The cache of each run: sequences, context, pages.
+# The cache of each run as (sequences, context tokens, pages).
 _CACHES = (
     *((3, 100, 9), (5, 500, 40), (7, 900, 23), (2, 340, 61), (9, 200, 17), (4, 710, 30)),
     *((6, 1000, 11), (3, 1010, 52), (8, 180, 26), (5, 260, 45)),
@@ -45,7 +45,7 @@ def trace_serving(model: nn.Module, spec: TraceSpec) -> Profile:
     Raises
     ------
     ModelError
-        If its layers can't read from pages.
+        If the model's layers can't read a paged cache, or its steps fail or have no rules.
     """
     name = type(model).__name__
     if not reads_pages(model):  # type: ignore[arg-type]
@@ -60,13 +60,15 @@ def trace_serving(model: nn.Module, spec: TraceSpec) -> Profile:
 
 
 class _ServingTracer(Tracer):
+    """Records steps over paged caches."""
+
     def schedule(self) -> Iterator[RegimeTraces]:
         """Yield the regimes of all steps."""
         groups = find_groups(self.model, lambda: self._stepper(0).start())
         if any(group.returns_to is not None for group in groups):
             raise Unlike("the model's code moves tensors between devices")
         self.observe(groups)
-        self.caller_at = len(groups) - 1  # tokens are drawn where logits are
+        self.caller_at = len(groups) - 1  # tokens are sampled on the device of the logits
         firsts: list[RecordedStep] = []
         for sizes, query in ((_ONE, (1, 2)), (_SEVERAL, (2, ENDLESS))):
             samples: list[RecordedStep] = []
@@ -79,6 +81,7 @@ class _ServingTracer(Tracer):
         yield self.fit(Regime(phase="start", query=(1, 2)), firsts)
 
     def _stepper(self, number: int) -> PagedModel:
+        """Return the model over the cache of a run, by its number in `_CACHES`."""
         sequences, context, pages = _CACHES[number % len(_CACHES)]
         capacity = Capacity(
             sequences=sequences,
@@ -91,6 +94,7 @@ class _ServingTracer(Tracer):
         return PagedModel(self.model, capacity, self.device)
 
     def _record(self, number: int, size: StepSize) -> tuple[RecordedStep, RecordedStep]:
+        """Record the first step over the cache of a run, and a later step of this size."""
         stepper = self._stepper(number)
         capacity, samples = stepper.cache.capacity, []
         runs: tuple[tuple[Phase, StepSize, Callable[[], None]], ...] = (
@@ -111,7 +115,7 @@ class _ServingTracer(Tracer):
         return samples[0], samples[1]
 
     def _try_out(self, stepper: PagedModel, size: StepSize) -> None:
-        """Take a step as `PagedModel.try_out`; drawing tokens in all ways counts as no work."""
+        """Run a step as `PagedModel.try_out` does; sampling in every way counts as no work."""
         logits = stepper.run(size=size)
         self.recorder.counts_work = False
         draw_in_every_way(logits)

@@ -1,7 +1,7 @@
-"""Tracing training: rules for any micro-batch, or the micro-batches of a workload.
+"""Tracing training: rules for any micro-batch, or only the micro-batches of a workload.
 
-They run whole, forward and backward, at several sizes, and twice each: where gradients are there
-already, new ones are added to them.
+Each micro-batch runs forward and backward at several sizes, and twice at each size: the second
+backward pass accumulates into the gradients of the first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .tracer import LOOKED_AT_TOKENS, PROBED_TOKENS, Irregular, Tracer, running
 
 _NUM_PROBES = 4
 _PROBED_BATCHES = (2, 3)
-# How many tokens past a multiple of 128 each probe is: all different, none aligned.
+# The number of tokens of each probe past a multiple of 128: all different, none aligned.
 _ODD = (1, 43, 86, 59)
 _TILE = 128
 
@@ -39,7 +39,7 @@ _TILE = 128
 def profile_training(
     build: Callable[[], nn.Module], spec: TraceSpec, workload: Workload, *, batched: bool = True
 ) -> tuple[Profile, bool]:
-    """Return a profile for all workloads and True, or, without rules, for this and False."""
+    """Return a profile for all workloads and True; without rules, for this workload and False."""
     model = build()
     if workload.dtype == "auto":
         parameter = next(p for p in model.parameters() if p.is_floating_point())
@@ -55,20 +55,20 @@ def trace_training(
 ) -> Profile:
     """Record the training of a model, and return rules for all micro-batches.
 
-    Without `batched` they are micro-batches of a single sequence.
+    Without `batched` the rules hold for micro-batches of a single sequence only.
     """
     tracer = TrainingTracer(model, spec, workload)
     return tracer.trace(partial(tracer.rules, batched=batched), tracer.irregular)
 
 
 def trace_training_workload(model: nn.Module, spec: TraceSpec, workload: Workload) -> Profile:
-    """Record micro-batches of a workload, and return a profile of these."""
+    """Record the micro-batches of a workload, and return a profile for this workload alone."""
     tracer = TrainingTracer(model, spec, workload)
     return tracer.trace(tracer.points)
 
 
 class TrainingTracer(Tracer):
-    """Records the passes of micro-batches."""
+    """Records forward and backward passes of micro-batches."""
 
     def __init__(self, model: nn.Module, spec: TraceSpec, workload: Workload) -> None:
         assert workload.training is not None, "the workload is to train"
@@ -81,7 +81,7 @@ class TrainingTracer(Tracer):
         self.trained: dict[str, list[TrainedTensor]] = {}
 
     def start(self) -> None:
-        """Find the blocks, and join those recomputed together."""
+        """Find the blocks, and join blocks that checkpointing recomputes together."""
         self.model.eval()
         learner = self._learner(1, max(LOOKED_AT_TOKENS, self.least_tokens))
         with whole_logits(self.model):
@@ -89,30 +89,30 @@ class TrainingTracer(Tracer):
             joined = find_groups(self.model, learner.forward, hears_moves=True, fuses_glue=False)
         _, ties = weights_and_ties(self.model, groups)
         if len(joined) == 1 and len(groups) - 1 not in ties:
-            groups = joined  # the loss meets labels that nobody brings to the logits
+            groups = joined  # labels are not moved to the logits: loss needs one device
         self.model.train()
         if self.training.gradient_checkpointing:
             groups = _join_recomputed(self.model, groups)
         self.observe(groups)
 
     def rules(self, *, batched: bool) -> Iterator[RegimeTraces]:
-        """Yield regimes for every micro-batch."""
+        """Yield regimes for micro-batches of every size."""
         for is_batched in (False, True) if batched else (False,):
             for start, stop in self.ranges():
-                yield from self._cell(is_batched, start, stop)
+                yield from self._trace_range(is_batched, start, stop)
 
     def points(self) -> list[RegimeTraces]:
-        """Return regimes for the workload's micro-batches."""
+        """Return regimes for micro-batches of the workload's size."""
         batch, tokens = self.workload.batch, self.workload.prompt_tokens
         samples = self._record([(batch, tokens)])
         regimes = _regimes(batch > 1, (tokens, tokens + 1))
         return [self.fit(regime, samples) for regime in regimes]
 
-    def _cell(self, is_batched: bool, start: int, stop: int) -> Iterator[RegimeTraces]:
-        """Yield the regimes of one range, for one sequence or several."""
+    def _trace_range(self, is_batched: bool, start: int, stop: int) -> Iterator[RegimeTraces]:
+        """Yield the regimes of a range of lengths, for one sequence or several."""
         low = max(start, self.least_tokens)
         high = min(stop, self.longest + 1, low + PROBED_TOKENS)
-        lengths = list(_lengths(low, high))
+        lengths = list(_probe_lengths(low, high))
         batches = _PROBED_BATCHES if is_batched else (1,)
         sizes = [(batch, length) for batch in batches for length in lengths]
         aligned = [
@@ -126,7 +126,7 @@ class TrainingTracer(Tracer):
         yield from self.split(_regimes(is_batched, (start, stop)), samples, complete)
 
     def _record(self, sizes: Sequence[tuple[int, int]]) -> list[RecordedStep]:
-        """Record micro-batches of these batches and lengths."""
+        """Record two micro-batches of each (batch, length); return samples of three phases each."""
         samples: list[RecordedStep] = []
         with self.recorder as recorder:
             for batch, length in sizes:
@@ -141,8 +141,8 @@ class TrainingTracer(Tracer):
                         "although gradient checkpointing is enabled",
                         hint=WITHOUT_CHECKPOINTING,
                     )
-                again = recorder.record_training(learner.forward)
-                passes = first_run.forward, first_run.backward, again.backward
+                second_run = recorder.record_training(learner.forward)
+                passes = first_run.forward, first_run.backward, second_run.backward
                 samples += [
                     RecordedStep(phase, batch, length, length, recorded)
                     for phase, recorded in zip(TRAINING_PHASES, passes, strict=True)
@@ -152,7 +152,7 @@ class TrainingTracer(Tracer):
         return samples
 
     def profile(self, regimes: Sequence[RegimeTraces]) -> Profile:
-        """Return the profile, in the model's names without adapters."""
+        """Return the profile, with module names as in the model without adapters."""
         self.groups = [
             replace(group, names=tuple(dict.fromkeys(map(base_name, group.names))))
             for group in self.groups
@@ -163,17 +163,18 @@ class TrainingTracer(Tracer):
         for block, group in zip(profile.blocks, self.groups, strict=True):
             trained = [item for owner in group.owners for item in self.trained.get(owner, ())]
             kind = replace(profile.kinds[block.kind], trained=tuple(trained))
-            # A backward pass needs weights again that would have streamed away by then.
+            # No weights are streamed in training: the backward pass needs them again.
             number = kinds.setdefault(kind, len(kinds))
             blocks.append(replace(block, kind=number, streams=False))
         return replace(profile, blocks=tuple(blocks), kinds=tuple(kinds), dtype=self.workload.dtype)
 
     def _learner(self, batch: int, length: int) -> Learner:
+        """Return a learner of micro-batches of these sizes."""
         workload = replace(self.workload, batch=batch, prompt_tokens=length)
         return Learner(self.model, workload, self.device, self.prompts)
 
     def _note_trained(self, model_blocks: Sequence[int]) -> None:
-        """Note the parameters with gradients; a stubbed block has those of its model."""
+        """Note the parameters with gradients; for a stubbed block, those of its model block."""
         seen_parameters: set[int] = set()
         for name, module in self.model.named_modules():
             parameters = [
@@ -201,10 +202,10 @@ def _regimes(is_batched: bool, keys: tuple[int, int]) -> list[Regime]:
 def _join_recomputed(model: nn.Module, groups: Sequence[ModuleGroup]) -> list[ModuleGroup]:
     """Join blocks that are recomputed together in the backward pass.
 
-    Recomputed on two devices, tensors between them are copied again, and kept until all blocks have
-    been computed: no trace says that.
+    If one checkpointed layer were on two devices, recomputation would copy the tensors between them
+    again and keep the copies until the whole layer is recomputed, which no trace contains.
     """
-    # Older code checkpoints its layers from outside of them.
+    # Older code checkpoints its layers from the outside: they are known by class name alone.
     kinds = {*(getattr(model, "_no_split_modules", None) or ())}
     layers = [
         name
@@ -212,13 +213,13 @@ def _join_recomputed(model: nn.Module, groups: Sequence[ModuleGroup]) -> list[Mo
         if (isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing)
         or type(module).__name__ in kinds
     ]
-    # A layer that shares a block with what is around it stays as it is.
-    whole_ones = [
+    # A layer is skipped if some block is partly inside and partly outside of the layer.
+    whole_layers = [
         name for name in layers if not any(0 < _share_inside(group, name) < 1 for group in groups)
     ]
 
     def layer_of(group: ModuleGroup) -> str | None:
-        return next((name for name in whole_ones if _share_inside(group, name) == 1), None)
+        return next((name for name in whole_layers if _share_inside(group, name) == 1), None)
 
     joined: list[ModuleGroup] = []
     for layer, neighbours in itertools.groupby(groups, layer_of):
@@ -232,14 +233,14 @@ def _join_recomputed(model: nn.Module, groups: Sequence[ModuleGroup]) -> list[Mo
 
 
 def _share_inside(group: ModuleGroup, name: str) -> float:
-    """Return the share of a block's owners inside a module."""
+    """Return the fraction of a block's owners inside a module."""
     is_inside = [owner == name or owner.startswith(f"{name}.") for owner in group.owners]
     return sum(is_inside) / max(len(is_inside), 1)
 
 
-def _lengths(start: int, stop: int) -> Iterator[int]:
-    """Yield lengths of sequences in a range, unaligned where possible."""
-    # From 0 to 2048: 129, 683, 1238, 1723, so many past 128, 640, 1152 and 1664 as `_ODD` says.
+def _probe_lengths(start: int, stop: int) -> Iterator[int]:
+    """Yield the sequence lengths to probe in a range, unaligned where possible."""
+    # From 0 to 2048: 129, 683, 1238 and 1723, which are 128, 640, 1152 and 1664 plus `_ODD`.
     width = max((stop - start) // _NUM_PROBES, 1)
     for place, odd in enumerate(_ODD):
         low = start + place * width

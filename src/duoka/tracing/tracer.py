@@ -1,8 +1,8 @@
 """The tracer: runs a schedule of a model's steps, and fits the rules of its profile to them.
 
-A model is whole on one virtual GPU without data. A schedule says which steps run, at which sizes,
-and where the rules from them hold: `trace_generation`, `trace_serving` and `trace_training` have
-one each. Nothing is known here of several GPUs, nor of budgets.
+The whole model is on one virtual GPU without data. A schedule says which steps run, at which sizes,
+and for which regimes the fitted rules hold: `trace_generation`, `trace_serving` and
+`trace_training` have one schedule each. This module knows nothing of several GPUs or of budgets.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from .published_names import name_tensors
 from .record import Recorder
 
 PROBED_TOKENS = 2**11
-"""Rules are made from steps up to this length, counted from the start of a range. Nothing changes
-beyond it: where code changes its ways (windows), a range ends."""
+"""The longest step that rules are fitted to, in tokens from the start of a range. The rules hold to
+the end of the range: a range ends where model code takes another path, such as at a window."""
 LOOKED_AT_TOKENS = 8
-"""What a model is shown to find its blocks."""
+"""Tokens of the step in which a model's blocks are found."""
 _SHORTEST_WINDOW = 256
 
-# What model code raises when it can't run as it is asked to.
+# Exceptions by which model code rejects inputs or sizes.
 FAILURES = (
     *(RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError),
     *(AssertionError, ImportError, ArithmeticError),
@@ -50,18 +50,18 @@ FAILURES = (
 
 
 class Irregular(Exception):
-    """Raised for a model without rules for every workload."""
+    """Raised for a model whose costs have no rules for every workload."""
 
 
 class Tracer:
-    """Records steps of a model, and fits regimes to them; a subclass has the schedule."""
+    """Records steps of a model and fits regimes to them; subclasses define the schedule."""
 
     skip = True
-    """Run blocks that are alike once."""
+    """Run identical blocks once."""
     hears_moves = False
-    """Record what model code moves as moved, also where nothing is moved back."""
+    """Record explicit moves in model code even if nothing is moved back to an earlier block."""
     caller_at = 0
-    """The block on whose device the caller is."""
+    """The block whose device the caller uses."""
 
     def __init__(self, model: nn.Module, spec: TraceSpec, prompts: ImagePrompts | None = None):
         self.model: Any = model
@@ -76,10 +76,10 @@ class Tracer:
         self.recorder: Recorder
 
     def start(self) -> None:
-        """Find the blocks, with the model on its device, and hand them to `observe`."""
+        """Find the blocks of the placed model, and pass them to `observe`; for subclasses."""
 
     def observe(self, groups: Sequence[ModuleGroup]) -> None:
-        """Record steps by these blocks from now on."""
+        """Create the recorder for these blocks."""
         self.groups = [*groups, CALLER]
         self.recorder = Recorder(
             self.model, self.groups, skip=self.skip, hears_moves=self.hears_moves
@@ -90,7 +90,7 @@ class Tracer:
         schedule: Callable[[], Iterable[RegimeTraces]],
         failure: Callable[[Exception], Exception] | None = None,
     ) -> Profile:
-        """Run a schedule and return the profile, or raise the `failure` made of an error."""
+        """Run a schedule and return the profile; `failure` converts an error into one to raise."""
         with running(self.model), place_whole(self.model, self.spec) as self.device:
             self.start()
             try:
@@ -102,13 +102,13 @@ class Tracer:
             return self.profile(regimes)
 
     def irregular(self, error: Exception) -> Irregular:
-        """Return the error of rules for all workloads: a step far from any asked for fails."""
+        """Return the Irregular error for a failed probe step or a failed fit."""
         return Irregular(f"{type(self.model).__name__}: {error}")
 
     def fit(self, regime: Regime, samples: Iterable[RecordedStep]) -> RegimeTraces:
         """Fit the rules of a regime to the samples of its phase."""
         phase_samples = [sample for sample in samples if sample.phase == regime.phase]
-        # Towers attend over patches, of which a step's sizes say nothing.
+        # Vision towers attend over patches, whose number isn't among the sizes of a step.
         shapes = None if regime.phase in IMAGE_PHASES else self.shapes
         traces, carried = fit(phase_samples, shapes)
         return replace(regime, carried=carried), traces
@@ -119,10 +119,11 @@ class Tracer:
         samples: Sequence[RecordedStep],
         complete: Callable[[], None],
     ) -> list[RegimeTraces]:
-        """Fit regimes to their samples, or two for each if costs depend on the alignment of masks.
+        """Fit regimes to samples, or two regimes for each if costs depend on mask alignment.
 
-        A single aligned sample among unaligned ones checks that rules hold for both. Where they
-        don't, `complete` adds the samples at all aligned sizes.
+        `samples` has a single aligned sample, which checks that one rule holds for aligned and
+        unaligned sizes. Otherwise `complete` adds the remaining aligned samples, and each regime is
+        split into an unaligned and an aligned one.
         """
         with suppress(Unlike):
             return [self.fit(regime, samples) for regime in regimes]
@@ -152,8 +153,9 @@ class Tracer:
     ) -> list[ModuleGroup]:
         """Find the blocks of a model, which may read images.
 
-        Features of images are moved to the text's embeddings, and are spliced into them there. With
-        `encodes_apart` a step of its own makes them, so that this is no move back.
+        Model code moves image features to the device of the text embeddings, an earlier block, and
+        inserts them there: a move back. With `encodes_apart` a separate earlier step encodes the
+        images, so groups that stand for such moves are dropped.
         """
         if self.prompts is not None:
             groups = find_groups(self.model, run, hears_moves=True, fuses_glue=False)
@@ -164,7 +166,7 @@ class Tracer:
         return find_groups(self.model, run)
 
     def ranges(self) -> Iterator[tuple[int, int]]:
-        """Yield ranges of tokens; at their edges the model's code may take other paths."""
+        """Yield ranges of tokens within which the model's code takes the same path."""
         config = self.model.config
         parts = [part for part in (config, getattr(config, "text_config", None)) if part]
         windows = {
@@ -182,14 +184,14 @@ class Tracer:
 
 @contextmanager
 def running(model: nn.Module) -> Iterator[None]:
-    """Run model code eagerly, and raise ModelError with the model and the line of a failure."""
+    """Run model code eagerly; turn a failure into ModelError with the model and the code line."""
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
     except FAILURES as error:
         where = where_raised(error)
         if not where and isinstance(error, AssertionError):
-            raise  # one of duoka's own
+            raise  # an assertion of duoka, not of model code
         raise ModelError(
             f"{type(model).__name__} can't be traced: {type(error).__name__}: "
             f"{virtual.spoken(str(error))}{where}",
@@ -199,7 +201,7 @@ def running(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def place_whole(model: nn.Module, spec: TraceSpec) -> Iterator[torch.device]:
-    """Place a model on a virtual GPU without data and without limit."""
+    """Place a model on a virtual GPU without a memory limit, and yield the device."""
     if next(model.parameters(), None) is None:
         raise ModelError(f"{type(model).__name__} has no parameters to place")
     device = virtual.virtual_device(0)
@@ -218,15 +220,16 @@ def place_whole(model: nn.Module, spec: TraceSpec) -> Iterator[torch.device]:
 
 
 _TRACING: Any = RLock()
-if hasattr(os, "register_at_fork"):  # in a fork (`virtual.apart`) nobody is there who could unlock
+if hasattr(os, "register_at_fork"):  # a forked child (`virtual.apart`) has no thread to unlock it
     os.register_at_fork(after_in_child=_TRACING._at_fork_reinit)
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute on a single thread: masks are too small for several.
+    """Limit PyTorch to a single thread: masks are too small for several.
 
-    The number is the process's: traces in several threads take turns, so that it is put back.
+    The number of threads is global to the process, so traces in several threads run one at a time,
+    and each restores the number.
     """
     with _TRACING:
         num_threads = torch.get_num_threads()
@@ -238,10 +241,10 @@ def _one_thread() -> Iterator[None]:
 
 
 def _forget_values(model: nn.Module) -> None:
-    """Take their values from quantized weights.
+    """Drop the values of quantized weights, so that they are never unpacked.
 
-    Virtual GPUs compute with small tensors of integers, since masks and positions are such. A
-    weight in eight bits is one as well: it would be unpacked in earnest in every step.
+    Virtual GPUs compute the values of small integer tensors, because masks and positions are
+    integers. An 8-bit weight is an integer tensor too, and every step would dequantize it.
     """
     for parameter in model.parameters():
         for part in parts(parameter).values():
