@@ -68,11 +68,11 @@ class ResponseAnswer(BlocksAnswer):
         """See `Answer`."""
         code = _CODES.get(error.status, "server_error")
         self._response |= {"status": "failed", "error": {"code": code, "message": error.text}}
-        yield self._response_event("response.failed")
+        yield self._make_response_event("response.failed")
 
     def _begin(self) -> Iterator[Piece]:
-        yield self._response_event("response.created")
-        yield self._response_event("response.in_progress")
+        yield self._make_response_event("response.created")
+        yield self._make_response_event("response.in_progress")
 
     def _begin_block(self, kind: BlockKind, name: str) -> Iterator[Piece]:
         item: dict[str, Any]
@@ -85,41 +85,41 @@ class ResponseAnswer(BlocksAnswer):
             item = {"type": "message", "id": make_id("msg_"), "role": "assistant", "content": []}
         item["status"] = "in_progress"
         self._output.append(item)
-        yield self._index_event("response.output_item.added", item=copy.deepcopy(item))
+        yield self._make_index_event("response.output_item.added", item=copy.deepcopy(item))
         if kind == "tool":
             return
         part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
         if kind == "content":
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         item["content"].append(part)
-        yield self._part_event("response.content_part.added", part=copy.deepcopy(part))
+        yield self._make_part_event("response.content_part.added", part=copy.deepcopy(part))
 
     def _extend_block(self, kind: BlockKind, delta: Delta) -> Iterator[Piece]:
         item, name = self._output[-1], f"{_EVENT_PREFIXES[kind]}.delta"
         if kind == "tool":
             item["arguments"] += delta.text
-            yield self._item_event(name, delta=delta.text)
+            yield self._make_item_event(name, delta=delta.text)
             return
         part = item["content"][0]
         part["text"] += delta.text
         if kind == "reasoning":
-            yield self._part_event(name, delta=delta.text)
+            yield self._make_part_event(name, delta=delta.text)
             return
         logprobs = write_chat_logprobs(delta.tokens)["content"] if self._has_logprobs else []
         part["logprobs"] += logprobs
-        yield self._part_event(name, delta=delta.text, logprobs=logprobs)
+        yield self._make_part_event(name, delta=delta.text, logprobs=logprobs)
 
     def _end_block(self, kind: BlockKind, *, is_whole: bool) -> Iterator[Piece]:
         item, name = self._output[-1], f"{_EVENT_PREFIXES[kind]}.done"
         item["status"] = "completed" if is_whole else "incomplete"
         if kind == "tool":
-            yield self._item_event(name, name=item["name"], arguments=item["arguments"])
+            yield self._make_item_event(name, name=item["name"], arguments=item["arguments"])
         else:
             (part,) = item["content"]
             logprobs = {"logprobs": part["logprobs"]} if kind == "content" else {}
-            yield self._part_event(name, text=part["text"], **logprobs)
-            yield self._part_event("response.content_part.done", part=copy.deepcopy(part))
-        yield self._index_event("response.output_item.done", item=copy.deepcopy(item))
+            yield self._make_part_event(name, text=part["text"], **logprobs)
+            yield self._make_part_event("response.content_part.done", part=copy.deepcopy(part))
+        yield self._make_index_event("response.output_item.done", item=copy.deepcopy(item))
 
     def _end(self, event: Ended) -> Iterator[Piece]:
         is_whole = event.finish != "length"
@@ -140,23 +140,23 @@ class ResponseAnswer(BlocksAnswer):
         self._response["status"] = "completed" if is_whole else "incomplete"
         if not is_whole:
             self._response["incomplete_details"] = {"reason": "max_output_tokens"}
-        yield self._response_event("response.completed" if is_whole else "response.incomplete")
+        yield self._make_response_event("response.completed" if is_whole else "response.incomplete")
 
-    def _response_event(self, kind: str) -> Piece:
+    def _make_response_event(self, kind: str) -> Piece:
         """Return an event with a copy of the whole response."""
         return self._make_event(kind, response=copy.deepcopy(self._response))
 
-    def _index_event(self, kind: str, **values: Any) -> Piece:
+    def _make_index_event(self, kind: str, **values: Any) -> Piece:
         """Return an event with the index of the last item."""
         return self._make_event(kind, output_index=len(self._output) - 1, **values)
 
-    def _item_event(self, kind: str, **values: Any) -> Piece:
+    def _make_item_event(self, kind: str, **values: Any) -> Piece:
         """Return an event with the index and the id of the last item."""
-        return self._index_event(kind, item_id=self._output[-1]["id"], **values)
+        return self._make_index_event(kind, item_id=self._output[-1]["id"], **values)
 
-    def _part_event(self, kind: str, **values: Any) -> Piece:
+    def _make_part_event(self, kind: str, **values: Any) -> Piece:
         """Return an event of the last item's only content part."""
-        return self._item_event(kind, content_index=0, **values)
+        return self._make_item_event(kind, content_index=0, **values)
 
     def _make_event(self, kind: str, **values: Any) -> Piece:
         """Return an event with the next sequence number."""
