@@ -126,7 +126,7 @@ def _parse_line(text: str) -> tuple[str | int | None, list[ChatMessage], dict[st
 
 
 def _check_types(params: Mapping[str, Any]) -> None:
-    """Raise UsageError for the first sampling parameter whose value has the wrong type."""
+    """Raise UsageError for the first sampling parameter with a value of the wrong type."""
     for name, value in params.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         is_number = is_number and abs(value) < 2**63
@@ -186,7 +186,7 @@ class AnswerFile:
         self._file.close()
 
     def add(self, prompt: BatchPrompt, completion: Completion) -> None:
-        """Append an answer; it is flushed to disk (fsync) when this returns."""
+        """Append an answer and flush the file to disk (fsync)."""
         content = {
             "number": prompt.number,
             **({} if prompt.name is None else {"id": prompt.name}),
@@ -224,6 +224,7 @@ class AnswerFile:
         self._file.truncate(end)
 
     def _make_write_error(self, error: OSError) -> MachineError:
+        """Return the error for a failed write to the file."""
         return MachineError(
             f"the answers can't be written to {self._path}: {why(error)}",
             hint="the existing answers are kept; the same command continues after them",
@@ -231,5 +232,5 @@ class AnswerFile:
 
 
 def unanswered(prompts: Sequence[BatchPrompt], answers: AnswerFile) -> Iterator[BatchPrompt]:
-    """Yield the prompts that have no answer in the file yet."""
+    """Yield the prompts without an answer in the file."""
     return (prompt for prompt in prompts if prompt.number not in answers.answered)

@@ -44,7 +44,7 @@ class Conversation:
 
     @property
     def messages(self) -> tuple[ChatMessage, ...]:
-        """The system message and the messages of all rounds that are kept."""
+        """The system message and the messages of all rounds in the history."""
         return (*self._system, *(message for round_ in self._rounds for message in round_))
 
     def clear(self) -> None:

@@ -181,7 +181,7 @@ class InlineExecutor:
             return error
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Compute chunks; return the logits of the chunks that have a row, [rows, vocabulary].
+        """Compute chunks; return the logits of the chunks with a row, [rows, vocabulary].
 
         The logits of a paged model may have padding rows at the end.
         """
@@ -216,7 +216,7 @@ class InlineExecutor:
 
 
 def outcomes_of(chunks: Sequence[Chunk], logits: Tensor) -> list[Outcome]:
-    """Sample the next token for each chunk that has a row; the outcome of others is None.
+    """Sample the next token for each chunk with a row; the outcome of other chunks is None.
 
     `logits` are [rows, vocabulary]; rows beyond the chunks' are padding.
     """
@@ -228,7 +228,7 @@ def outcomes_of(chunks: Sequence[Chunk], logits: Tensor) -> list[Outcome]:
 def _open_model(
     model: PreTrainedModel, capacity: Capacity, workload: Workload, warm_up: WarmUp
 ) -> PagedModel | CachedModel:
-    """Open the model with a paged cache if it can use one, or else with a cache per sequence."""
+    """Open the model with a paged cache if possible, otherwise with a cache per sequence."""
     if workload.cache in _PAGEABLE_CACHES and not workload.images and reads_pages(model):
         # Raises ModelError if the model's code needs more than causal attention.
         with suppress(ModelError), ExitStack() as undo, reading_pages(model):

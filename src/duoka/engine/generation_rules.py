@@ -122,7 +122,7 @@ def _find_repeating(source: tuple[int, ...], tokens: tuple[int, ...], size: int)
 
 
 def _refuse_unsupported(settings: GenerationConfig) -> None:
-    """Raise UsageError if a setting that the engine doesn't support has an effect."""
+    """Raise UsageError if an unsupported setting has an effect."""
     for name, neutral in _UNSUPPORTED.items():
         value = getattr(settings, name, None)
         if value not in (None, neutral):

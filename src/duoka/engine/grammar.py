@@ -66,7 +66,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: str | Mapping[str, Any]) -> Grammar:
-        """Return the grammar of JSON that fits a schema; llguidance supports most keywords."""
+        """Return the grammar of a JSON schema; llguidance supports most keywords."""
         try:
             text = schema if isinstance(schema, str) else json.dumps(schema)
             # Parse it to refuse anything but one JSON object without duplicate keys.
@@ -86,7 +86,7 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Return the grammar of texts that match a regular expression (Rust syntax) entirely."""
+        """Return the grammar of a regular expression (Rust syntax), which matches the whole text."""
         return cls("regex", pattern)
 
     @classmethod
@@ -285,7 +285,7 @@ class GrammarCompiler:
 
 
 def _import_llguidance() -> Any:
-    """Import llguidance, or raise UsageError with the command that installs it."""
+    """Import llguidance; raise UsageError with the install command if that fails."""
     try:
         import llguidance
     except ImportError as error:

@@ -79,7 +79,7 @@ def open_executor(
 
 
 def capacity_of(plan: Plan) -> Capacity:
-    """Return the number of sequences, pages and tokens that a plan reserves memory for."""
+    """Return the sequences, pages and tokens for which a plan reserves memory."""
     workload = plan.workload
     if workload.is_paged:
         return Capacity.of(workload)

@@ -56,7 +56,7 @@ class PagePool:
         return len(self._empty) + len(self._unused)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Return the number of pages that hold `num_tokens` tokens."""
+        """Return the number of pages for `num_tokens` tokens."""
         return -(-num_tokens // self.page_tokens)
 
     def take(
@@ -118,7 +118,7 @@ class PagePool:
             self._numbers[page] = content
 
     def _find_shared(self, tokens: Sequence[int]) -> Iterator[int]:
-        """Yield the shareable pages that hold the longest prefix of `tokens`, in order."""
+        """Yield the shareable pages of the longest prefix of `tokens`, in order."""
         content, size = _NO_CONTENT, self.page_tokens
         for start in range(0, len(tokens) - size + 1, size):
             key = content, tuple(tokens[start : start + size])

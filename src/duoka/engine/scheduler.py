@@ -156,7 +156,7 @@ class Scheduler:
     # step reads 180 of the first prompt and 90 of the second. With 1 step in flight, it reads 180
     # and 329.
     def _prefill_budget(self, num_decoding: int) -> int:
-        """Return the token budget for prompts in a step that decodes `num_decoding` tokens."""
+        """Return the token budget for prompts in a step with `num_decoding` decoded tokens."""
         budget = self.capacity.step_tokens - num_decoding
         if self._num_steps == 1 or self.capacity.whole_prompts:
             return budget

@@ -88,7 +88,7 @@ class Sequence:
 
     @property
     def num_left(self) -> int:
-        """The number of tokens that are neither computed nor in a step."""
+        """The number of tokens neither computed nor in a step."""
         return self.num_tokens - self.scheduled
 
     @property
@@ -122,7 +122,7 @@ class Sequence:
         )
 
     def add(self, choice: TokenChoice) -> Finish | None:
-        """Add the next token; return the reason if the generation ends with it, otherwise None."""
+        """Add the next token; return the finish reason if the generation ends, otherwise None."""
         place, matcher = len(self._answer), self._matcher
         can_end = place >= self.params.min_new_tokens or matcher is not None
         if choice.token in self._stop_ids and can_end:
@@ -186,7 +186,7 @@ class Sequence:
         return self._stop_text is not None
 
     def _count_sendable(self) -> int:
-        """Count the characters that can be sent: those that can't belong to a stop text to come."""
+        """Count the characters to send now: all but a suffix that may begin a stop text."""
         # With the stop text "ENDE" and the text "…an EN", the last two characters are held back,
         # since they may become "ENDE". `num_held` is the longest suffix of the text that begins a
         # stop text.
@@ -199,7 +199,7 @@ class Sequence:
         return len(self._text) - num_held
 
     def _send_text(self, end: int) -> None:
-        """Send the text up to character `end` that was not sent yet, with all new tokens."""
+        """Send the unsent text up to character `end`, with all unsent tokens."""
         if end > self._num_sent:
             tokens = tuple(self._choices[self._num_sent_tokens :])
             if self._on_event is not None:

@@ -57,7 +57,7 @@ class EngineStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """The settings that all worker processes share.
+    """The common settings of all worker processes.
 
     `memory` is the shared memory for activations sent between stages; `adapter`, in native form, is
     merged into the weights.

@@ -83,9 +83,10 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
-    """Add the routes that list the served model."""
+    """Add the routes of the served model."""
 
     def described() -> dict[str, Any]:
+        """Return OpenAI's model object."""
         return {
             "id": service.model,
             "object": "model",
@@ -133,7 +134,7 @@ def _add_openai(app: FastAPI, service: Service) -> None:
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
-    """Add the routes that tokenize and detokenize."""
+    """Add the routes for tokenizing and detokenizing."""
 
     @app.post("/tokenize")
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:

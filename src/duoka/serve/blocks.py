@@ -1,4 +1,4 @@
-"""Responses that consist of blocks: reasoning, text and tool calls, one after another.
+"""Responses made of blocks: reasoning, text and tool calls, one after another.
 
 OpenAI's Responses API and Anthropic's Messages API have blocks, each in its own format.
 """
@@ -61,7 +61,7 @@ class BlocksAnswer(Answer):
             yield from self._end(event)
 
     def _add_delta(self, delta: Delta) -> Iterator[Piece]:
-        """Add a delta to the open block, or begin a new block for it."""
+        """Add a delta to the open block, or begin a new block with the delta."""
         if delta.kind == "reasoning":
             self.reasoning_tokens += delta.num_tokens
         is_name = delta.kind == "tool_name"

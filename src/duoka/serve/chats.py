@@ -42,7 +42,7 @@ class ChatMessages:
     _call_ids: set[str] = field(default_factory=set, init=False)
 
     def read(self, turns: Sequence[Turn]) -> list[ChatMessage]:
-        """Convert the turns; a UsageError names the number of the message that is refused."""
+        """Convert the turns; a UsageError names the number of the refused message."""
         if len(turns) > MOST_MESSAGES:
             raise UsageError(f"messages must be a list of 1 to {MOST_MESSAGES}")
         chat: list[ChatMessage] = []
@@ -86,7 +86,7 @@ class ChatMessages:
     # Check the number before decoding: an image of a few hundred bytes can decode to a gigabyte.
 
     def _read_image(self, url: str) -> Image:
-        """Decode the image of a data URL; raise UsageError if it is invalid or one too many."""
+        """Decode the image of a data URL; raise UsageError if the image is invalid or too many."""
         if self.most_images is None:
             raise UsageError("this model takes no images", hint="omit the images")
         if self._num_images == self.most_images:

@@ -93,7 +93,7 @@ class EngineClient:
         return sum(tokens for _, tokens in self._open.values())
 
     async def run(self) -> None:
-        """Start the process, and restart it after each loss, until it has failed permanently."""
+        """Start the process; restart it after each loss until the restart policy gives up."""
         policy = RestartPolicy()
         try:
             while True:
@@ -157,7 +157,7 @@ class EngineClient:
             self._writer.write(pack_message(message))
 
     async def _live(self) -> Broken | None:
-        """Run one process from start to end; return the reason, or None if it gave none."""
+        """Run a process from start to end; return the reason for the end, None if not reported."""
         try:
             reader = await self._start()
         except OSError as error:  # no memory or file descriptors left
@@ -242,6 +242,6 @@ class EngineClient:
 
 
 def not_ready(reason: str | None) -> HttpError:
-    """Return the 503 error for a request that comes while no engine is ready."""
+    """Return the 503 error for a request while no engine is ready."""
     text = "the engine is being started" + (f": {reason}" if reason else "")
     return HttpError(503, text, code="engine_not_ready", retry_after=_RETRY_SECONDS)

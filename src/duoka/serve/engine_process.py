@@ -113,7 +113,7 @@ class EngineProcess:
                 threads.submit(self._answer, request)
 
     def _answer(self, request: EngineRequest) -> None:
-        """Answer a request in a thread of the pool; send `Failed` if that raises an error."""
+        """Answer a request in a thread of the pool; send `Failed` if an error is raised."""
         number, prompt = request.number, request.prompt
         try:
             if request.task == "tokenize":
@@ -150,7 +150,7 @@ class EngineProcess:
         self.send(Begun(number=number, prompt_tokens=len(question.tokens)))
 
     def _cancel(self, number: int) -> None:
-        """Cancel what is left of a request."""
+        """Cancel the remaining generations of a request."""
         with self._lock:
             streams = self._streams.pop(number, [])
         for stream in streams:

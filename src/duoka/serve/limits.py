@@ -72,7 +72,7 @@ class RequestMemory:
 
 
 class Gate:
-    """ASGI middleware that admits requests with the API key and a body within size and time limits.
+    """ASGI middleware: admits requests with the API key and a body within size and time limits.
 
     The gate reads the whole body before it calls the application; `JsonRoute` parses the body.
 
@@ -170,7 +170,7 @@ class Gate:
 
 
 class JsonRoute(APIRoute):
-    """A route that parses request bodies with `parse_json`."""
+    """A route with `parse_json` as the parser of request bodies."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Wrap FastAPI's handler: parse the body in a thread first."""
@@ -308,6 +308,7 @@ class TimedProtocol(H11Protocol):
         self._timers[name] = self.loop.call_later(seconds, action)
 
     def _stop_timer(self, name: str) -> None:
+        """Stop the timer with this name, if it runs."""
         timer = self._timers.pop(name, None)
         if timer is not None:
             timer.cancel()
@@ -322,6 +323,7 @@ def _check_content_type(content_type: str) -> None:
 
 
 def _digest(key: str) -> bytes:
+    """Hash a key: digests of equal length can be compared in constant time."""
     return hashlib.sha256(key.encode()).digest()
 
 

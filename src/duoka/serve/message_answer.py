@@ -50,10 +50,12 @@ class MessageAnswer(BlocksAnswer):
         yield error.anthropic_body
 
     def _begin(self) -> Iterator[Piece]:
+        """See `BlocksAnswer`."""
         self._message["usage"] = self._count_usage()
         yield {"type": "message_start", "message": copy.deepcopy(self._message)}
 
     def _begin_block(self, kind: BlockKind, name: str) -> Iterator[Piece]:
+        """See `BlocksAnswer`."""
         block: dict[str, Any] = {"type": "text", "text": ""}
         if kind == "tool":
             block = {"type": "tool_use", "id": make_id("toolu_"), "name": name, "input": {}}
@@ -64,6 +66,7 @@ class MessageAnswer(BlocksAnswer):
         yield self._make_event("content_block_start", content_block=copy.deepcopy(block))
 
     def _extend_block(self, kind: BlockKind, delta: Delta) -> Iterator[Piece]:
+        """See `BlocksAnswer`."""
         name, change = _DELTAS[kind]
         if kind == "tool":
             self._arguments += delta.text
@@ -73,11 +76,13 @@ class MessageAnswer(BlocksAnswer):
             yield self._make_event("content_block_delta", delta={"type": change, name: delta.text})
 
     def _end_block(self, kind: BlockKind, *, is_whole: bool) -> Iterator[Piece]:
+        """See `BlocksAnswer`."""
         if kind == "tool":
             self._blocks[-1]["input"] = _parse_arguments(self._arguments)
         yield self._make_event("content_block_stop")
 
     def _end(self, event: Ended) -> Iterator[Piece]:
+        """See `BlocksAnswer`."""
         reason = "end_turn" if event.stop_text is None else "stop_sequence"
         end = {
             "stop_reason": _REASONS.get(event.finish, reason),

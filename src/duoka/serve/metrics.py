@@ -78,7 +78,7 @@ class Metrics:
         self.failures.labels(self._model, str(status)).inc()
 
     def watch(self) -> RequestMetrics:
-        """Return the object that counts the events of a new request."""
+        """Return a recorder for the events of a new request."""
         return RequestMetrics(self, self._model)
 
     def text(self) -> bytes:

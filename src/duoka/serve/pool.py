@@ -19,7 +19,7 @@ _SLACK_TOKENS = 8192
 
 
 class EngineFailure(MachineError):
-    """An engine can't be opened, or all have failed; `exit_code` is that of the server."""
+    """An engine can't be opened, or all have failed; `exit_code` is for the server."""
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text)

@@ -46,11 +46,12 @@ class Form(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_null(cls, values: Any) -> Any:
+        """Drop fields with the value null."""
         return drop_none(values) if isinstance(values, Mapping) else values
 
 
 class AnswerRequest(Form):
-    """The common fields of requests that generate."""
+    """The common fields of requests for generations."""
 
     model: str = ""
     stream: bool = False
@@ -58,12 +59,12 @@ class AnswerRequest(Form):
     top_p: Share | None = None
 
     def params(self) -> dict[str, Any]:
-        """Return the parameters that are set, under the names of `SamplingParams`."""
+        """Return the parameters of the request, under the names of `SamplingParams`."""
         return drop_none({name: getattr(self, name, None) for name in _PARAMS})
 
 
 class IgnoredFields(Form):
-    """OpenAI's fields that are accepted without effect."""
+    """OpenAI's fields without effect, which are accepted."""
 
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
@@ -88,6 +89,7 @@ class MessageForm(Form):
     @model_validator(mode="before")
     @classmethod
     def _drop_empty(cls, values: Any) -> Any:
+        """Drop unknown fields with an empty value."""
         if not isinstance(values, Mapping):
             return values
         fields = cls.model_fields
@@ -211,7 +213,7 @@ def make_turn(role: Any, content: str | Iterable[Any], **values: Any) -> Turn:
 
 
 class Function(Form):
-    """A function that the client offers as a tool."""
+    """A function of the client, offered as a tool."""
 
     name: str
     description: str | None = None

@@ -71,10 +71,12 @@ class ResponseAnswer(BlocksAnswer):
         yield self._make_response_event("response.failed")
 
     def _begin(self) -> Iterator[Piece]:
+        """See `BlocksAnswer`."""
         yield self._make_response_event("response.created")
         yield self._make_response_event("response.in_progress")
 
     def _begin_block(self, kind: BlockKind, name: str) -> Iterator[Piece]:
+        """See `BlocksAnswer`."""
         item: dict[str, Any]
         if kind == "tool":
             call = {"call_id": make_id("call_"), "name": name, "arguments": ""}
@@ -95,6 +97,7 @@ class ResponseAnswer(BlocksAnswer):
         yield self._make_part_event("response.content_part.added", part=copy.deepcopy(part))
 
     def _extend_block(self, kind: BlockKind, delta: Delta) -> Iterator[Piece]:
+        """See `BlocksAnswer`."""
         item, name = self._output[-1], f"{_EVENT_PREFIXES[kind]}.delta"
         if kind == "tool":
             item["arguments"] += delta.text
@@ -110,6 +113,7 @@ class ResponseAnswer(BlocksAnswer):
         yield self._make_part_event(name, delta=delta.text, logprobs=logprobs)
 
     def _end_block(self, kind: BlockKind, *, is_whole: bool) -> Iterator[Piece]:
+        """See `BlocksAnswer`."""
         item, name = self._output[-1], f"{_EVENT_PREFIXES[kind]}.done"
         item["status"] = "completed" if is_whole else "incomplete"
         if kind == "tool":
@@ -122,6 +126,7 @@ class ResponseAnswer(BlocksAnswer):
         yield self._make_index_event("response.output_item.done", item=copy.deepcopy(item))
 
     def _end(self, event: Ended) -> Iterator[Piece]:
+        """See `BlocksAnswer`."""
         is_whole = event.finish != "length"
         if not self._output:  # an empty answer has one empty message
             yield from self._begin_block("content", "")

@@ -120,7 +120,7 @@ class InputReasoning(InputItem):
 
 
 def _type_of(item: Any) -> str | None:
-    """Return the type of an item: "message" if it has none; None if the item is malformed."""
+    """Return the type of an item, by default "message"; None if the item is malformed."""
     kind = item.get("type", "message") if isinstance(item, Mapping) else None
     return kind if isinstance(kind, str) else None
 
@@ -135,7 +135,7 @@ Item = Annotated[
 
 
 class FunctionTool(Function):
-    """A function that the client offers as a tool."""
+    """A function of the client, offered as a tool."""
 
     type: Literal["function"]
 
@@ -193,7 +193,7 @@ class ResponsesRequest(AnswerRequest, IgnoredFields):
     @field_validator(*_STATE_FIELDS, mode="before")
     @classmethod
     def _refuse_stored(cls, value: object) -> None:
-        """Refuse a field that refers to a stored conversation or prompt."""
+        """Refuse a reference to a stored conversation or prompt."""
         if value is not None:
             raise ValueError(
                 "the server stores no conversations; send the whole conversation as input"
@@ -223,7 +223,7 @@ class ResponsesRequest(AnswerRequest, IgnoredFields):
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of the request that the response repeats."""
+        """Return the settings to be repeated in the response."""
         values = self.model_dump(by_alias=True)
         return {name: values[name] for name in _ECHOED_FIELDS} | {
             "metadata": self.metadata or {},

@@ -28,10 +28,11 @@ _POLL_SECONDS = 0.1
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that SIGHUP (the terminal was closed) stops like SIGTERM."""
+    """A uvicorn server; SIGHUP (a closed terminal) stops the server like SIGTERM."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """See uvicorn."""
         # After its end, uvicorn raises the signals that it caught again, for the former handlers.
         with super().capture_signals(), handle_signals(self.handle_exit, (signal.SIGHUP,)):
             yield

@@ -89,7 +89,7 @@ class Service:
         return counted
 
     def _fetch_images(self, prompt: Prompt) -> AbstractAsyncContextManager[Prompt]:
-        """Return a context manager that yields the prompt with downloaded images, if allowed."""
+        """Return a context manager; its value is the prompt with downloaded images, if allowed."""
         return nullcontext(prompt) if self._images is None else self._images.put_into(prompt)
 
 
@@ -118,7 +118,7 @@ def status_of(service: Service) -> dict[str, Any]:
 
 
 def _engine_status(engine: Any) -> dict[str, Any]:
-    """Return the state of an engine; measured values are None until it has reported its status."""
+    """Return the state of an engine; measured values are None until its first status."""
     plan, status = engine.settings.plan, engine.status
     return {
         "replica": engine.replica,

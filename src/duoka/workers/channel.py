@@ -18,13 +18,13 @@ _LENGTH = struct.Struct("!i")
 
 
 def pack_message(message: object) -> bytes:
-    """Return the bytes that `Connection.send` writes for a message, for an asyncio stream."""
+    """Return the bytes of `Connection.send` for a message, for an asyncio stream."""
     content = pickle.dumps(message)
     return _LENGTH.pack(len(content)) + content
 
 
 async def read_message(reader: asyncio.StreamReader) -> Any:
-    """Read a message that the other end has sent with `Connection.send`.
+    """Read a message from the other end's `Connection.send`.
 
     Raises
     ------
@@ -36,7 +36,7 @@ async def read_message(reader: asyncio.StreamReader) -> Any:
 
 
 def send_result(channel: Connection, function: Callable[[], object]) -> None:
-    """Call a function; send (result, None), or (None, error) if it raises."""
+    """Call a function; send (result, None), or (None, error) if the call raises."""
     try:
         content = pickle.dumps((function(), None))
     except Exception as error:  # `open_result` raises it

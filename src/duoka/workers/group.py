@@ -29,7 +29,7 @@ _SETTINGS = {
 
 
 class WorkerGroup:
-    """Processes that run the same Python module, each with a rank.
+    """Processes of one Python module, each with a rank.
 
     A worker reads its rank from the environment variables of torchrun (RANK, WORLD_SIZE, …).
 
@@ -122,7 +122,7 @@ class WorkerGroup:
             time.sleep(_POLL_SECONDS)
 
     def exit_codes(self, wait_seconds: float = 0.0) -> dict[int, int]:
-        """Return the exit codes, by rank, of the workers that have ended; wait at most so long."""
+        """Wait for the workers at most so long; return the exit codes of ended ones, by rank."""
         codes = wait_for_all(self._processes, wait_seconds)
         return {rank: code for rank, code in enumerate(codes) if code is not None}
 
@@ -152,12 +152,13 @@ class WorkerGroup:
             process.send_signal(signal.SIGTERM)
 
     def end(self, grace_seconds: float = 0.0) -> None:
-        """Close the channels, and kill the workers that are left after the grace period."""
+        """Close the channels, and kill the remaining workers after the grace period."""
         self._close_channels()
         wait_for_all(self._processes, grace_seconds)
         for process in self._processes:
             process.end()
 
     def _close_channels(self) -> None:
+        """Close the parent's ends of the channels."""
         for channel in self.channels:
             channel.close()

@@ -1,4 +1,4 @@
-"""Errors in a form that can be sent to another process."""
+"""Errors in a form for sending to another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A child process that ends with its parent, together with its own children."""
+"""A child process, which ends with its parent, together with its own children."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class WorkerProcess:
         return self._process.poll()
 
     def send_signal(self, signum: int) -> None:
-        """Send a signal to the program, not to its children; do nothing if it has ended."""
+        """Send a signal to the program, not to its children; do nothing after its end."""
         self._process.send_signal(signum)
 
     def wait(self, seconds: float | None = None) -> int | None:
@@ -91,7 +91,7 @@ def wait_for_all(processes: Sequence[WorkerProcess], seconds: float) -> list[int
 
 
 def describe_exit(code: int | None) -> str:
-    """Describe an exit code; None means that the process still runs but its channel is broken."""
+    """Describe an exit code; None stands for a running process with a broken channel."""
     if code is None:
         return "its connection was lost"
     return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -66,7 +66,7 @@ class ClusterPlan:
 
 
 def connect() -> None:
-    """Connect to the cluster at RAY_ADDRESS, by default the one that runs on this machine."""
+    """Connect to the cluster at RAY_ADDRESS, by default the cluster of this machine."""
     handler, address = signal.getsignal(signal.SIGTERM), os.environ.get("RAY_ADDRESS") or "auto"
     try:
         if address != "auto":  # fail fast: Ray would retry for minutes
@@ -147,7 +147,7 @@ def _plan_replica(fleet: Fleet, plan_for: PlanFor) -> tuple[Plan, int]:
 
 
 def _look_at(nodes: Sequence[Node], gpus: str | None, source: str) -> Iterator[Fleet | str]:
-    """Yield for each node its fleet, as `look` returns it there, or the reason to exclude it."""
+    """Call `look` on each node; yield the node's fleet, or the reason to exclude the node."""
     task = ray.remote(look)
     answers = [
         task.options(
@@ -174,7 +174,7 @@ def _look_at(nodes: Sequence[Node], gpus: str | None, source: str) -> Iterator[F
 
 
 def look(gpus: str | None, source: str, server_version: str) -> Fleet | str:
-    """Return this node's GPUs without UUIDs and PCI addresses, or the reason to exclude it."""
+    """Return this node's GPUs without UUIDs and PCI addresses, or the reason to exclude the node."""
     if version("duoka") != server_version:
         return f"it has duoka {version('duoka')}, and the server {server_version}"
     if Path(source).is_absolute() and not Path(source).is_dir():
@@ -206,7 +206,7 @@ def _describe_node(node: Node) -> str:
 
 
 def _last_line(error: Exception) -> str:
-    """Return the last line of an error's text, or its class if it has none."""
+    """Return the last line of an error's text, or its class if the text is empty."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1].strip()[:300]
 

@@ -136,7 +136,7 @@ def commands(
 def _commands_on_nodes(
     head: NodeCommand, command: VllmCommand, nodes: Sequence[Node]
 ) -> tuple[NodeCommand, ...]:
-    """Return the command of each of several machines; `head` is that of a single machine.
+    """Return the command of each of several machines; `head` is the command for a single one.
 
     Only the first machine serves requests; the others run without a server (`--headless`).
     """
@@ -170,7 +170,7 @@ def served_name(plan: Plan, options: VllmOptions) -> str:
 
 
 def _refuse_unservable(plan: Plan, options: VllmOptions) -> None:
-    """Refuse plans that can be exported as a command but that vLLM can't run as planned."""
+    """Refuse plans with an exported command, but which vLLM can't run as planned."""
     if plan.devices[0].startswith("vgpu"):
         raise UsageError(
             f"the plan is for virtual GPUs ({', '.join(plan.devices)[:80]}), and vLLM needs real "

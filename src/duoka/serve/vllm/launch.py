@@ -103,7 +103,7 @@ def serve_with_vllm(plan: Plan, options: VllmOptions, show: Callable[[str], None
 
 
 def _shell_exit_code(process: WorkerProcess) -> int | None:
-    """Return the exit code as a shell does: 128 plus a signal's number; None while it runs."""
+    """Return the exit code as a shell does: 128 plus a signal's number; None for a running process."""
     code = process.exit_code
     return code if code is None or code >= 0 else 128 - code
 
@@ -134,6 +134,7 @@ def _forward_signals(process: WorkerProcess) -> Iterator[tuple[WorkerProcess, th
     timer = threading.Timer(DRAIN_SECONDS + _GRACE_SECONDS, process.kill)
 
     def stop(signum: int, frame: FrameType | None = None) -> None:
+        """Forward a signal; the first one starts the timer."""
         process.send_signal(_FORWARDED[signal.Signals(signum)])
         if not is_stopping.is_set():
             is_stopping.set()
@@ -152,7 +153,7 @@ def _forward_signals(process: WorkerProcess) -> Iterator[tuple[WorkerProcess, th
 def _wait_until_healthy(
     process: WorkerProcess, options: VllmOptions, is_stopping: threading.Event
 ) -> bool:
-    """Return True once vLLM is healthy, or False if a signal comes before that.
+    """Return True once vLLM is healthy, or False if a signal comes earlier.
 
     Raises MachineError if vLLM ends, or isn't healthy in time.
     """

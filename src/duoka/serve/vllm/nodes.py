@@ -80,7 +80,7 @@ def devices_by_node(
 
 
 def _find_node(device: Device, nodes: Sequence[Node]) -> tuple[Node, int]:
-    """Return the machine of a GPU, and the number of the GPU on that machine."""
+    """Return the machine of a GPU, and the GPU's number there."""
     if device.uuid:
         raise UsageError(
             f"{device.name} was detected on this machine, and the plan is for several machines",
