@@ -86,7 +86,7 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Return the grammar of a regular expression (Rust syntax), which matches the whole text."""
+        """Return the grammar of a regular expression (Rust syntax) for the whole text."""
         return cls("regex", pattern)
 
     @classmethod

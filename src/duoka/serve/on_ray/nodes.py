@@ -174,7 +174,7 @@ def _look_at(nodes: Sequence[Node], gpus: str | None, source: str) -> Iterator[F
 
 
 def look(gpus: str | None, source: str, server_version: str) -> Fleet | str:
-    """Return this node's GPUs without UUIDs and PCI addresses, or the reason to exclude the node."""
+    """Return this node's GPUs, without UUIDs and PCI addresses, or a reason for exclusion."""
     if version("duoka") != server_version:
         return f"it has duoka {version('duoka')}, and the server {server_version}"
     if Path(source).is_absolute() and not Path(source).is_dir():

@@ -103,7 +103,7 @@ def serve_with_vllm(plan: Plan, options: VllmOptions, show: Callable[[str], None
 
 
 def _shell_exit_code(process: WorkerProcess) -> int | None:
-    """Return the exit code as a shell does: 128 plus a signal's number; None for a running process."""
+    """Return the exit code as a shell does: 128 plus a signal's number; None while running."""
     code = process.exit_code
     return code if code is None or code >= 0 else 128 - code
 
