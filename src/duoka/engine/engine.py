@@ -106,7 +106,7 @@ class Stream:
 class Engine:
     """Runs many requests at once, with continuous batching, on the GPUs of a plan.
 
-    Use it as a context manager, or `close` it. All methods can be called from any thread.
+    Use the engine as a context manager, or call `close`. All methods are thread-safe.
 
     Parameters
     ----------
@@ -175,8 +175,8 @@ class Engine:
         # The chunks of each step in flight; and parts of failed steps, to run before any new step.
         self._steps: deque[list[Chunk]] = deque()
         self._failed: deque[list[Chunk]] = deque()
-        # Guards the scheduler; who changes it wakes the executor. Reentrant: `on_event` of a
-        # request, which is called under the lock, may call the engine.
+        # Guards the scheduler; after a change, the executor is woken. Reentrant, since `on_event`
+        # of a request is called under the lock and may call the engine.
         self._lock = threading.RLock()
         self._is_closed = False
         self.failure: Exception | None = None

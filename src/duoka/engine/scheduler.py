@@ -78,8 +78,7 @@ class Scheduler:
         """Queue a sequence."""
         self.waiting.append(sequence)
 
-    # Example: two stages, so two steps in flight; decoding sequences a … e; a prompt in chunks p0 …
-    # p3:
+    # Example: two stages, two steps in flight; decoding sequences a … e; prompt chunks p0 … p3:
     #
     #     stage 0   a b c p0 │ d e p1   │ a b c p2 │ d e p3
     #     stage 1            │ a b c p0 │ d e p1   │ a b c p2
@@ -267,9 +266,10 @@ class Scheduler:
         return True
 
     def _can_share_soon(self, sequence: Sequence) -> bool:
-        """Return True if a running sequence will soon have pages for at least half of a sequence.
+        """Return True if a running sequence is computing further pages that `sequence` can share.
 
-        So of several generations from one prompt, the first computes the pages that others share.
+        The common prefix must be at least half of `sequence`. So of several generations from one
+        prompt, the first computes the pages, and the others wait to share them.
         """
         # Example: pages of 16 tokens, two requests with the same prompt of 100 tokens. While the
         # first has computed 32 tokens, the second waits, since max(48, 50) tokens are equal. Once

@@ -88,7 +88,7 @@ class _StageWorker:
         self._device = torch.device(device)
         devices.make_current(self._device)
         checkpoint = Checkpoint.open(plan.source, trust_remote_code=settings.trust_remote_code)
-        plan.refuse_other(checkpoint.fingerprint, plan.source)  # it may have changed since
+        plan.refuse_other(checkpoint.fingerprint, plan.source)  # the files may have changed
         model = build_model(checkpoint, plan.workload)
         load_weights(model, checkpoint, plan.placement, only=self._device)
         if settings.adapter is not None:

@@ -87,7 +87,7 @@ def plan_nodes(gpus: str | None, source: str, plan_for: PlanFor) -> tuple[Cluste
 
     `gpus` selects a node's GPUs unless its environment does (`GPUS`). `source` is the model, which
     must exist on a node if it is an absolute path. Ray reserves the same number of GPUs for each
-    replica of a deployment: the number is chosen with which most replicas fit, and nodes whose plan
+    replica of a deployment. The number that gives the most replicas is chosen; nodes whose plan
     needs another number are excluded.
     """
     nodes_by_fleet: dict[Fleet, list[Node]] = {}
