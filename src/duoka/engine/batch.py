@@ -79,22 +79,22 @@ def read_prompts(path: Path, system: str | None = None) -> list[BatchPrompt]:
         ) from error
     prompts: list[BatchPrompt] = []
     problems: list[str] = []
-    before = [ChatMessage(role="system", content=system)] if system else []
+    system_chat = [ChatMessage(role="system", content=system)] if system else []
     for line, text in enumerate(lines, 1):
         if text.strip():
             try:
                 name, messages, params = _parse_line(text)
-                prompt = BatchPrompt(len(prompts), name, (*before, *messages), params)
+                prompt = BatchPrompt(len(prompts), name, (*system_chat, *messages), params)
                 prompt.sampling(SamplingParams())  # raises if a value is out of range
                 prompts.append(prompt)
             except DuokaError as error:
                 problems.append(f"{path}:{line}: {error}")
     if problems:
-        shown = [f"{len(problems)} lines are invalid", *problems[:_MAX_SHOWN]]
+        problem_lines = [f"{len(problems)} lines are invalid", *problems[:_MAX_SHOWN]]
         if len(problems) > _MAX_SHOWN:
-            shown.append(f"and {len(problems) - _MAX_SHOWN} more")
+            problem_lines.append(f"and {len(problems) - _MAX_SHOWN} more")
         raise UsageError(
-            "\n".join(shown),
+            "\n".join(problem_lines),
             hint='each line is {"prompt": "…"}, or {"messages": [{"role": "user", "content": '
             '"…"}]}',
         )

@@ -54,12 +54,12 @@ class Detokenizer:
     #     a0      A你                     你; `_start` is now behind A
     def _take_text(self, *, final: bool) -> str:
         """Return the text of the tokens not yet returned, if it ends with a complete character."""
-        before = self._decode(self._ids[self._start : self._text_end])
+        old_text = self._decode(self._ids[self._start : self._text_end])
         text = self._decode(self._ids[self._start :])
-        if len(text) <= len(before) or (text.endswith(_INCOMPLETE) and not final):
+        if len(text) <= len(old_text) or (text.endswith(_INCOMPLETE) and not final):
             return ""
         self._start, self._text_end = self._text_end, len(self._ids)
-        return text[len(before) :]
+        return text[len(old_text) :]
 
     def _trim_context(self) -> tuple[int, int]:
         """Return start and stop of the context without incomplete characters at both ends."""

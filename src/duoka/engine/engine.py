@@ -247,8 +247,8 @@ class Engine:
             raise UsageError("the prompt is empty")
         refuse_beyond(tokens, self._num_embeddings)
         max_rest = max(1, self._scheduler.most_tokens - len(tokens))
-        number = params.max_new_tokens or min(self._max_new_tokens, max_rest)
-        refuse_long(len(tokens), self._scheduler.most_tokens, new_tokens=number)
+        token_limit = params.max_new_tokens or min(self._max_new_tokens, max_rest)
+        refuse_long(len(tokens), self._scheduler.most_tokens, new_tokens=token_limit)
         is_whole = self._reader.workload.prefill_chunk_tokens is None
         if isinstance(tokens, ImagePrompt) or (is_whole and not self._executor.is_paged):
             self._reader.check([tokens])
@@ -262,7 +262,7 @@ class Engine:
         seed = random.getrandbits(63) if params.seed is None else params.seed
         sequence = EngineSequence(
             tokens,
-            replace(params, seed=seed, max_new_tokens=number),
+            replace(params, seed=seed, max_new_tokens=token_limit),
             stop_ids=tuple(self._reader.chat.stop_ids),
             rules=self._rules,
             detokenizer=detokenizer

@@ -99,10 +99,10 @@ class GenerationRules:
         if len(context) + place < self.min_length or place < self.min_new_tokens:
             banned |= set(stop_ids)
         tokens = (*context, *answer)
-        for *before, last in self.bad_words:
-            is_end = not before and last in stop_ids
-            if not is_end and tokens[len(tokens) - len(before) :] == tuple(before):
-                banned.add(last)
+        for *prefix, final_token in self.bad_words:
+            is_end = not prefix and final_token in stop_ids
+            if not is_end and tokens[len(tokens) - len(prefix) :] == tuple(prefix):
+                banned.add(final_token)
         for source, size in (
             (tokens, self.no_repeat_ngram_size),
             (prompt, self.encoder_no_repeat_ngram_size),
@@ -116,9 +116,9 @@ def _find_repeating(source: tuple[int, ...], tokens: tuple[int, ...], size: int)
     """Return the tokens that, appended to `tokens`, would repeat an n-gram of `source`."""
     # With n = 3 and tokens 1 2 3 1 2: the last two tokens, 1 2, were followed by 3 before; 3 is
     # forbidden.
-    ends = tokens[len(tokens) - size + 1 :]
+    suffix = tokens[len(tokens) - size + 1 :]
     starts = range(len(source) - size + 1)
-    return {source[at + size - 1] for at in starts if source[at : at + size - 1] == ends}
+    return {source[i + size - 1] for i in starts if source[i : i + size - 1] == suffix}
 
 
 def _refuse_unsupported(settings: GenerationConfig) -> None:

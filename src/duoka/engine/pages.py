@@ -108,8 +108,8 @@ class PagePool:
         while start and pages[start - 1] not in self._numbers:
             start -= 1
         content = self._numbers[pages[start - 1]] if start else _NO_CONTENT
-        for at in range(start, stop):
-            page, key = pages[at], (content, tuple(tokens[at * size : (at + 1) * size]))
+        for index in range(start, stop):
+            page, key = pages[index], (content, tuple(tokens[index * size : (index + 1) * size]))
             if key not in self._contents:
                 self._last_content += 1
                 self._contents[key] = page, self._last_content

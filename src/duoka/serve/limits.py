@@ -108,9 +108,9 @@ class Gate:
         try:
             self._check(scope["path"], Headers(scope=scope))
             with self._memory.hold() as add:
-                whole = await self._read_body(receive, add)
-                if whole is not None:
-                    messages = iter((whole,))
+                body_message = await self._read_body(receive, add)
+                if body_message is not None:
+                    messages = iter((body_message,))
 
                     async def receive_whole() -> Message:  # then wait for the disconnect
                         return next(messages, None) or await receive()

@@ -91,8 +91,8 @@ def serve_with_vllm(plan: Plan, options: VllmOptions, show: Callable[[str], None
     inherited = {name: text for name, text in os.environ.items() if name not in _NOT_INHERITED}
     key = {} if options.api_key is None else {_KEY: options.api_key}
     environment = {**inherited, **dict(head.environment), **key}
-    words = [python, "-P", "-c", _PROGRAM, MODULE, *head.arguments]
-    with _forward_signals(WorkerProcess(words, environment=environment)) as (process, is_stopping):
+    argv = [python, "-P", "-c", _PROGRAM, MODULE, *head.arguments]
+    with _forward_signals(WorkerProcess(argv, environment=environment)) as (process, is_stopping):
         if _wait_until_healthy(process, options, is_stopping):
             for line in _describe_ready(plan, options, has_key=_KEY in environment):
                 show(line)
@@ -201,8 +201,8 @@ def _describe_ready(plan: Plan, options: VllmOptions, *, has_key: bool) -> list[
         "model": served_name(plan.lasting(), options),
         "messages": [{"role": "user", "content": "Hello"}],
     }
-    words = ["curl", f"{url}/v1/chat/completions"]
-    words += ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
+    argv = ["curl", f"{url}/v1/chat/completions"]
+    argv += ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
     # Don't show the key: the shell expands $KEY.
     key = ' -H "Authorization: Bearer $KEY"' if has_key else ""
-    return [f"vLLM is ready at {url}/v1", shlex.join(words) + key]
+    return [f"vLLM is ready at {url}/v1", shlex.join(argv) + key]
