@@ -1,9 +1,9 @@
-"""Answer the prompts of a file into another file; a killed run is continued where it ended.
+"""Generate answers to the prompts of a file into another file; resume an interrupted run.
 
-Both are JSON lines. A prompt's line is a text, or an object with "prompt" or "messages", and
-optionally an "id" and sampling parameters of its own. An answer's line has the prompt's number, its
-id, and the answer; it is written when the answer has ended, and a run goes on after what is there.
-A line that a killed run left half is removed.
+Both files are JSON Lines. A line of the prompt file is a string, or an object with "prompt" or
+"messages", and optionally an "id" and sampling parameters. A line of the answer file has the
+prompt's number, its id, and the answer, and is written when the answer is complete. A run that is
+repeated skips the prompts with an answer; an incomplete last line of a killed run is removed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ _NUMBERS = ("temperature", "top_p", "min_p", *(f"{kind}_penalty" for kind in _PE
 _INTEGERS = ("top_k", "max_new_tokens", "min_new_tokens", "seed")
 _PARAMS = sorted((*_NUMBERS, *_INTEGERS, "stop", "response_format"))
 _KEYS = ("prompt", "messages", "id", *_PARAMS)
-_MOST_SHOWN = 10
+_MAX_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPrompt:
-    """A prompt of a file: number from 0, name, and content.
+    """A prompt of a file.
 
-    `params` are its own sampling parameters, in the form of the file.
+    `number` counts the file's prompts from 0; `name` is the "id" of its line, or None if it has
+    none; `params` are the sampling parameters of its line, as they stand in the file.
     """
 
     number: int
@@ -47,13 +48,13 @@ class BatchPrompt:
 
     @property
     def digest(self) -> str:
-        """Hash that distinguishes prompts of equal number."""
-        said = [(m.role, m.content) for m in self.messages]
-        content = [self.name, said, *([self.params] if self.params else [])]
+        """A hash of name, messages and parameters, to detect a changed prompt file."""
+        chat = [(m.role, m.content) for m in self.messages]
+        content = [self.name, chat, *([self.params] if self.params else [])]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
     def sampling(self, params: SamplingParams) -> SamplingParams:
-        """Return its own sampling parameters, completed by those of the run."""
+        """Return the prompt's sampling parameters, with those of the run as defaults."""
         values = {**self.params}
         if "response_format" in values:
             values["grammar"] = Grammar.from_response_format(values.pop("response_format"))
@@ -62,12 +63,13 @@ class BatchPrompt:
 
 
 def read_prompts(path: Path, system: str | None = None) -> list[BatchPrompt]:
-    """Read a file's prompts.
+    """Read the prompts of a file; `system` becomes the first message of each.
 
     Raises
     ------
     UsageError
-        If it can't be read, or lines can't be used: with each of them and why.
+        If the file can't be read or has no prompts; or with a list of the invalid lines and the
+        reason for each.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -77,22 +79,22 @@ def read_prompts(path: Path, system: str | None = None) -> list[BatchPrompt]:
         ) from error
     prompts: list[BatchPrompt] = []
     problems: list[str] = []
-    before = [ChatMessage(role="system", content=system)] if system else []
+    system_chat = [ChatMessage(role="system", content=system)] if system else []
     for line, text in enumerate(lines, 1):
         if text.strip():
             try:
-                name, messages, params = _read(text)
-                prompt = BatchPrompt(len(prompts), name, (*before, *messages), params)
-                prompt.sampling(SamplingParams())  # which refuses what makes no sense
+                name, messages, params = _parse_line(text)
+                prompt = BatchPrompt(len(prompts), name, (*system_chat, *messages), params)
+                prompt.sampling(SamplingParams())  # raises if a value is out of range
                 prompts.append(prompt)
             except DuokaError as error:
                 problems.append(f"{path}:{line}: {error}")
     if problems:
-        shown = [f"{len(problems)} lines are invalid", *problems[:_MOST_SHOWN]]
-        if len(problems) > _MOST_SHOWN:
-            shown.append(f"and {len(problems) - _MOST_SHOWN} more")
+        problem_lines = [f"{len(problems)} lines are invalid", *problems[:_MAX_SHOWN]]
+        if len(problems) > _MAX_SHOWN:
+            problem_lines.append(f"and {len(problems) - _MAX_SHOWN} more")
         raise UsageError(
-            "\n".join(shown),
+            "\n".join(problem_lines),
             hint='each line is {"prompt": "…"}, or {"messages": [{"role": "user", "content": '
             '"…"}]}',
         )
@@ -101,9 +103,10 @@ def read_prompts(path: Path, system: str | None = None) -> list[BatchPrompt]:
     return prompts
 
 
-def _read(text: str) -> tuple[str | int | None, list[ChatMessage], dict[str, Any]]:
+def _parse_line(text: str) -> tuple[str | int | None, list[ChatMessage], dict[str, Any]]:
+    """Parse a line; return the prompt's id (None without one), messages and sampling parameters."""
     row = None
-    with suppress(ValueError):  # which is raised again below
+    with suppress(ValueError):  # `parse_json_object` below reports invalid JSON
         row = {"prompt": json.loads(text)} if text.lstrip().startswith('"') else None
     row = row or parse_json_object(text, "the line")
     unknown = sorted(row.keys() - {*_KEYS})
@@ -115,15 +118,15 @@ def _read(text: str) -> tuple[str | int | None, list[ChatMessage], dict[str, Any
     if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
         raise UsageError("its id is neither a string nor a number")
     params = {key: row[key] for key in _PARAMS if key in row}
-    _refuse_unfit(params)
+    _check_types(params)
     messages = row.get("messages", [{"role": "user", "content": row.get("prompt")}])
     if not isinstance(messages, list) or not messages:
         raise UsageError("its messages are not a non-empty list")
-    return name, [_message(message) for message in messages], params
+    return name, [_parse_message(message) for message in messages], params
 
 
-def _refuse_unfit(params: Mapping[str, Any]) -> None:
-    """Refuse sampling parameters of another type."""
+def _check_types(params: Mapping[str, Any]) -> None:
+    """Raise UsageError for the first sampling parameter with a value of the wrong type."""
     for name, value in params.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         is_number = is_number and abs(value) < 2**63
@@ -136,7 +139,8 @@ def _refuse_unfit(params: Mapping[str, Any]) -> None:
             raise UsageError("its stop is not a list of strings")
 
 
-def _message(value: Any) -> ChatMessage:
+def _parse_message(value: Any) -> ChatMessage:
+    """Check a message of a line, which must have exactly a role and a non-empty content."""
     if not isinstance(value, Mapping) or value.keys() != {"role", "content"}:
         raise UsageError("a message has only a role and a content")
     text = value["content"]
@@ -146,20 +150,20 @@ def _message(value: Any) -> ChatMessage:
 
 
 class AnswerFile:
-    """Answers to a file's prompts, to which a run adds.
+    """The file of the answers to a file's prompts, to which a run appends.
 
     Parameters
     ----------
     path : Path
-        A new file, or one that an earlier run for the same prompts has left.
+        A new file, or the answer file of an earlier run with the same prompts.
     prompts : sequence of BatchPrompt
 
     Raises
     ------
     UsageError
-        If it holds something else.
+        If the file contains something other than answers to these prompts.
     MachineError
-        If it can't be written.
+        If the file can't be written.
     """
 
     def __init__(self, path: Path, prompts: Sequence[BatchPrompt]) -> None:
@@ -168,9 +172,9 @@ class AnswerFile:
         try:
             self._file = path.open("a+b")
         except OSError as error:
-            raise self._unwritten(error) from error
+            raise self._make_write_error(error) from error
         try:
-            self._go_on(prompts)
+            self._resume(prompts)
         except BaseException:
             self._file.close()
             raise
@@ -182,7 +186,7 @@ class AnswerFile:
         self._file.close()
 
     def add(self, prompt: BatchPrompt, completion: Completion) -> None:
-        """Write an answer; when this returns, it stays."""
+        """Append an answer and flush the file to disk (fsync)."""
         content = {
             "number": prompt.number,
             **({} if prompt.name is None else {"id": prompt.name}),
@@ -197,17 +201,17 @@ class AnswerFile:
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise self._unwritten(error) from error
+            raise self._make_write_error(error) from error
         self.answered.add(prompt.number)
 
-    def _go_on(self, prompts: Sequence[BatchPrompt]) -> None:
-        """Read the answers of an earlier run; refuse answers to other prompts."""
+    def _resume(self, prompts: Sequence[BatchPrompt]) -> None:
+        """Read which prompts an earlier run has answered, and cut off an incomplete last line."""
         numbers = {(prompt.number, prompt.digest): prompt.number for prompt in prompts}
         self._file.seek(0)
         end = 0
         for line in self._file:
             if not line.endswith(b"\n"):
-                break  # of a run that was killed
+                break  # incomplete: the earlier run was killed
             try:
                 row = parse_json_object(line.decode(), "a line")
                 self.answered.add(numbers[row["number"], row["prompt_digest"]])
@@ -219,7 +223,8 @@ class AnswerFile:
             end += len(line)
         self._file.truncate(end)
 
-    def _unwritten(self, error: OSError) -> MachineError:
+    def _make_write_error(self, error: OSError) -> MachineError:
+        """Return the error for a failed write to the file."""
         return MachineError(
             f"the answers can't be written to {self._path}: {why(error)}",
             hint="the existing answers are kept; the same command continues after them",
@@ -227,5 +232,5 @@ class AnswerFile:
 
 
 def unanswered(prompts: Sequence[BatchPrompt], answers: AnswerFile) -> Iterator[BatchPrompt]:
-    """Return the prompts without an answer."""
+    """Yield the prompts without an answer in the file."""
     return (prompt for prompt in prompts if prompt.number not in answers.answered)

@@ -1,4 +1,4 @@
-"""A conversation within the planned context."""
+"""A chat conversation whose history is kept within the planned context."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .request import Completion, SamplingParams
 class Conversation:
     """Questions and answers with a model, with the earlier rounds as context.
 
-    The engine's pages hold the history, if it has pages: of each prompt only the end is computed.
-    `answers` are all finished answers.
+    With a paged cache, prefix caching keeps the history's keys and values: only the new end of each
+    prompt is computed. `answers` are the completions so far.
 
-    When the history exceeds the planned prompt or the planned number of images, the oldest rounds
-    are dropped, `num_forgotten` so far; the system's message stays.
+    When the history exceeds the planned prompt length or number of images, the oldest rounds are
+    dropped (`num_forgotten` counts them); the system message is kept.
     """
 
     def __init__(
@@ -39,45 +39,45 @@ class Conversation:
         self.answers: list[Completion] = []
         self._system = [ChatMessage(role="system", content=system)] if system else []
         self._rounds: list[tuple[ChatMessage, ChatMessage]] = []
-        self._shown: list[Image] = []
+        self._pending_images: list[Image] = []
         self.num_forgotten = 0
 
     @property
     def messages(self) -> tuple[ChatMessage, ...]:
-        """All messages before the next question."""
+        """The system message and the messages of all rounds in the history."""
         return (*self._system, *(message for round_ in self._rounds for message in round_))
 
     def clear(self) -> None:
-        """Drop all rounds; the system's message stays."""
+        """Drop all rounds and pending images; the system message is kept."""
         self._rounds.clear()
-        self._shown.clear()
+        self._pending_images.clear()
         self.num_forgotten = 0
 
     def show(self, *images: Image) -> None:
-        """Show images with the next question.
+        """Add images to the next question.
 
         Raises
         ------
         UsageError
-            If the model takes none, or no memory was planned for so many, or for so large ones;
-            none of them is shown then.
+            If the model doesn't support images, or the images exceed the planned number or size;
+            no image is added then.
         """
-        self._reader.check_images([*self._shown, *images])
-        self._shown += images
+        self._reader.check_images([*self._pending_images, *images])
+        self._pending_images += images
 
     def ask(self, question: str) -> Generator[str, None, None]:
-        """Ask a question; the answer comes in pieces.
+        """Ask a question; yield the pieces of the answer.
 
-        When the caller stops in the middle (an exception, Ctrl-C, `close`), the generation ends
-        and the text so far becomes the answer in the history.
+        When the caller stops early (an exception, Ctrl-C, `close` of the generator), the
+        generation is cancelled and its text so far becomes the answer in the history.
 
         Raises
         ------
         UsageError
             If the question alone is longer than the planned prompt.
         """
-        message = ChatMessage(role="user", content=question, images=tuple(self._shown))
-        prompt = self._prompt(message)
+        message = ChatMessage(role="user", content=question, images=tuple(self._pending_images))
+        prompt = self._build_prompt(message)
         answer = ""
         stream = self._engine.submit(prompt, self._params)
         try:
@@ -89,32 +89,32 @@ class Conversation:
             if answer:
                 reply = ChatMessage(role="assistant", content=answer.rstrip())
                 self._rounds.append((message, reply))
-                self._shown.clear()
-            with suppress(Exception):  # where it failed, that is on its way already
+                self._pending_images.clear()
+            with suppress(Exception):  # if it failed, the loop above has raised the error
                 self.answers.append(stream.result())
 
-    def _prompt(self, message: ChatMessage) -> list[int]:
-        """Return the ids of the history and a question, without as many rounds as don't fit."""
+    def _build_prompt(self, message: ChatMessage) -> list[int]:
+        """Return the token ids of history and question; drop the oldest rounds until they fit."""
         workload = self._reader.workload
         limit = workload.prompt_tokens
         while self._rounds and len(images_of([*self.messages, message])) > workload.images:
-            self._forget()
+            self._drop_oldest_round()
         while True:
             prompt = self._reader.chat.prompt([*self.messages, message])
             if len(prompt) <= limit:
                 return prompt
             if not self._rounds:
                 refuse_long(len(prompt), limit)
-            self._forget()
+            self._drop_oldest_round()
 
-    def _forget(self) -> None:
+    def _drop_oldest_round(self) -> None:
         """Drop the oldest round."""
         del self._rounds[0]
         self.num_forgotten += 1
 
 
 def strip_start(pieces: Iterable[str]) -> Iterator[str]:
-    """Drop the white space before a text: ChatGLM begins with an empty line of metadata."""
+    """Strip the leading white space of a text in pieces: ChatGLM begins with an empty line."""
     has_text = False
     for piece in pieces:
         text = piece if has_text else piece.lstrip()

@@ -1,4 +1,4 @@
-"""Decode the text of an answer token by token."""
+"""Incremental detokenization: the text of a generation, token by token."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from itertools import product
 
 from transformers import PreTrainedTokenizerBase
 
-# The text of bytes that are no whole character.
+# Tokenizers decode the bytes of an incomplete character to this replacement character.
 _INCOMPLETE = "\ufffd"
 _CHARACTER_BYTES = 4
 _CONTEXT_TOKENS = 8
 
 
 class Detokenizer:
-    """Decodes token ids one by one; a character is returned only with all of its bytes.
+    """Decodes token ids one by one; returns a character only when all of its bytes are known.
 
-    Special tokens are left out, except `kept_ids`, which mark the parts of an answer. The text
-    continues `context`, the tokens of a prompt: SentencePiece drops the blank of the first token it
-    decodes, as if encoding had added it.
+    Special tokens are removed from the text, except `kept_ids`, which mark the parts of an answer.
+    `context` are the tokens before the text, to be continued: SentencePiece removes the leading
+    space of the first token that it decodes, which is right only at the beginning of a text.
     """
 
     def __init__(
@@ -28,40 +28,41 @@ class Detokenizer:
         context: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
-        self._left_out: set[int] | None = None
+        self._removed_ids: set[int] | None = None
         if kept_ids:
             added = tokenizer.added_tokens_decoder.items()
-            self._left_out = {number for number, token in added if token.special} - {*kept_ids}
-        # Only from `_start` on is decoded again, so that a long answer costs no more per token.
-        # The tokens up to `_said` were written; they stay as the context of those that follow.
+            self._removed_ids = {number for number, token in added if token.special} - {*kept_ids}
+        # The text of `_ids[:_text_end]` has been returned. A call decodes only `_ids[_start:]`, so
+        # its cost is constant; `_ids[_start:_text_end]` are the context of the new tokens.
         self._ids = list(context[-_CONTEXT_TOKENS:])
-        self._start, self._said = self._whole_characters()
+        self._start, self._text_end = self._trim_context()
 
     def add(self, token: int) -> str:
-        """Take a token; return the completed text, often none."""
+        """Add a token; return the new text, empty while the last character is incomplete."""
         self._ids.append(token)
-        return self._complete(final=False)
+        return self._take_text(final=False)
 
     def finish(self) -> str:
-        """Return the rest of the text."""
-        return self._complete(final=True)
+        """Return the rest of the text, with a replacement character for an incomplete one."""
+        return self._take_text(final=True)
 
-    # As in vLLM's incremental detokenization. The tokens A, e4, bd, a0 (你 has three bytes):
+    # As in vLLM's incremental detokenization. Example: tokens A, e4, bd, a0 (你 has three bytes):
     #
     #     token   text from `_start` on   returned
     #     A       A                       A
-    #     e4, bd  A\ufffd                 nothing: the last character isn't whole
+    #     e4, bd  A\ufffd                 nothing: the last character is incomplete
     #     a0      A你                     你; `_start` is now behind A
-    def _complete(self, *, final: bool) -> str:
-        before = self._decode(self._ids[self._start : self._said])
+    def _take_text(self, *, final: bool) -> str:
+        """Return the text of the tokens not yet returned, if it ends with a complete character."""
+        old_text = self._decode(self._ids[self._start : self._text_end])
         text = self._decode(self._ids[self._start :])
-        if len(text) <= len(before) or (text.endswith(_INCOMPLETE) and not final):
+        if len(text) <= len(old_text) or (text.endswith(_INCOMPLETE) and not final):
             return ""
-        self._start, self._said = self._said, len(self._ids)
-        return text[len(before) :]
+        self._start, self._text_end = self._text_end, len(self._ids)
+        return text[len(old_text) :]
 
-    def _whole_characters(self) -> tuple[int, int]:
-        """Return the range of the context without a part of a character at its edges."""
+    def _trim_context(self) -> tuple[int, int]:
+        """Return start and stop of the context without incomplete characters at both ends."""
         end = len(self._ids)
         for start, stop in product(range(_CHARACTER_BYTES), range(end, end - _CHARACTER_BYTES, -1)):
             text = self._decode(self._ids[start:stop])
@@ -70,7 +71,8 @@ class Detokenizer:
         return end, end
 
     def _decode(self, ids: list[int]) -> str:
-        if self._left_out is None:
+        """Decode token ids without special tokens, except those that are kept."""
+        if self._removed_ids is None:
             return str(self._tokenizer.decode(ids, skip_special_tokens=True))
-        ids = [number for number in ids if number not in self._left_out]
+        ids = [number for number in ids if number not in self._removed_ids]
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))

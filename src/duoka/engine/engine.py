@@ -44,8 +44,8 @@ from .sequence import Sequence as EngineSequence
 K = TypeVar("K")
 _GREEDY = SamplingParams()
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
-"""A question, as text; the token ids of a whole prompt, as an `ImagePrompt` where there are images
-among them; or the messages of a chat."""
+"""The text of a question, which becomes a chat of one message; the messages of a chat; or the token
+ids of a complete prompt (an `ImagePrompt` if the prompt contains images)."""
 
 
 class Load(NamedTuple):
@@ -58,7 +58,7 @@ class Load(NamedTuple):
 
 
 class Stream:
-    """A generation in progress: iterate over its text, plainly or `async`, or wait for `result`."""
+    """A generation in progress: iterate over its text, also with `async for`, or call `result`."""
 
     def __init__(self, sequence: EngineSequence, events: SimpleQueue[Event]) -> None:
         self._sequence = sequence
@@ -67,12 +67,12 @@ class Stream:
         self._error: Exception | None = None
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the text as it comes.
+        """Yield the pieces of the text as they are generated; block between pieces.
 
         Raises
         ------
         Exception
-            The reason for which the generation failed.
+            The error with which the generation failed.
         """
         while self._completion is None:
             if self._error is not None:
@@ -86,13 +86,13 @@ class Stream:
                 self._completion = event
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        """Yield the text as it comes, without blocking the event loop."""
+        """Yield the pieces of the text as they are generated, without blocking the event loop."""
         pieces = iter(self)
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             yield piece
 
     def result(self) -> Completion:
-        """Wait for the end, and return the completion."""
+        """Wait for the end of the generation; return the completion, or raise the error."""
         for _ in self:
             pass
         assert self._completion is not None, "an answer ends with what it was"
@@ -104,40 +104,42 @@ class Stream:
 
 
 class Engine:
-    """Computes many requests at once, over a paged cache on the GPUs of a plan.
+    """Runs many requests at once, with continuous batching, on the GPUs of a plan.
 
-    Use it as a context manager, or `close` it. All methods can be called from any thread.
+    Use the engine as a context manager, or call `close`. All methods are thread-safe.
 
     Parameters
     ----------
     plan : Plan
-        For generating. Its batch is the number of requests that run at the same time, and its
-        context the length of each; the cache has pages for all of them.
+        A plan for generation. Its batch is the largest number of requests that run at the same
+        time, and its context the largest number of tokens (prompt and generated) of a request.
     processes : bool, optional
-        Whether each GPU has a process of its own, so that all work at the same time, each on other
-        requests; by default wherever the plan has several GPUs and allows it.
+        Run one process per GPU, so that all GPUs work at the same time, each on other steps. True
+        raises UsageError if the plan doesn't allow it. By default, on if the plan uses several
+        GPUs and allows it.
     max_new_tokens : int, optional
-        The most generated tokens where a request's parameters don't limit them; by default the
-        rest of the context. No memory is reserved for them: a request begins when there is memory
-        for its prompt, and where memory runs out the youngest is preempted and recomputed later.
+        The most generated tokens of a request whose parameters set no limit; by default the limit
+        requested with the plan, or else the rest of the context. No memory is reserved for them: a
+        request starts when there are pages for its prompt, and when pages run out, the youngest
+        request is preempted and recomputed later.
     warm_up : {"every", "largest"}
-        Of a plan for pages: run steps of every size before the first request, some hundreds, after
-        which no further step needs more memory; or only those with the most tokens. These take
-        the most by far, and are enough for work that ends soon. Later steps may still allocate a
-        segment of memory then, and where it isn't free, a step runs in smaller parts.
+        Steps to run before the first request, if the plan has a paged cache. "every": steps of
+        every size, some hundreds, after which no step needs more memory. "largest": only the steps
+        with the most tokens, which need by far the most memory; enough for short runs. A later
+        step may then still allocate a memory segment; if that fails, the step is split.
     on_failure : callable, optional
-        Called in the engine's thread, before the requests fail, where a GPU or a process is lost:
-        nothing is computed any more then.
+        Called in the engine's thread with the error when the engine fails for good (a lost GPU or
+        process, or a defect), before its requests fail.
     trust_remote_code, adapter, progress, download_progress
         As for `load`; the processes of GPUs report no progress.
     opened : OpenedModel, optional
-        The model of the plan, where it is open already.
+        The plan's model, if it has been opened already.
 
     Raises
     ------
     DuokaError
-        As `load` does; before a weight is read, if the checkpoint has a generation rule that the
-        engine doesn't know.
+        As for `load`. UsageError before a weight is read if the checkpoint's generation config has
+        a rule that the engine doesn't support.
     """
 
     def __init__(
@@ -170,14 +172,15 @@ class Engine:
         self._grammars = GrammarCompiler(
             self._reader.tokenizer, self._reader.chat.stop_ids, self._num_embeddings
         )
-        # Chunks of the steps in flight; and of failed steps, to compute before any other.
+        # The chunks of each step in flight; and parts of failed steps, to run before any new step.
         self._steps: deque[list[Chunk]] = deque()
         self._failed: deque[list[Chunk]] = deque()
-        # Guards the scheduler; after a change the executor is woken.
-        self._lock = threading.RLock()  # a callback of a request may call the engine
+        # Guards the scheduler; after a change, the executor is woken. Reentrant, since `on_event`
+        # of a request is called under the lock and may call the engine.
+        self._lock = threading.RLock()
         self._is_closed = False
         self.failure: Exception | None = None
-        """The reason for which nothing is computed any more: a lost GPU or process."""
+        """The error with which the engine failed for good; None while it works."""
         started = Future[None]()
         self._thread = threading.Thread(
             target=self._work, args=(started,), name="duoka-engine", daemon=True
@@ -185,12 +188,12 @@ class Engine:
         self._thread.start()
         try:
             started.result()
-        except BaseException:  # Ctrl-C, too: the thread ends as soon as it has warmed up
+        except BaseException:  # also Ctrl-C: the thread ends when its warm-up is finished
             started.cancel()
             raise
         self.capacity = executor.capacity
-        said = max_new_tokens or plan.request.most_new_tokens
-        self._max_new_tokens = said or self._scheduler.most_tokens
+        max_tokens = max_new_tokens or plan.request.most_new_tokens
+        self._max_new_tokens = max_tokens or self._scheduler.most_tokens
 
     def __enter__(self) -> Engine:
         return self
@@ -199,7 +202,7 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Cancel all requests, and end."""
+        """Cancel all requests, end the engine's thread, and free its resources."""
         with self._lock:
             self._is_closed = True
         self._executor.wake()
@@ -214,38 +217,38 @@ class Engine:
         kept_ids: Collection[int] = (),
         on_event: Callable[[Event], None] | None = None,
     ) -> Stream:
-        """Queue a request.
+        """Queue a request; return its stream.
 
         Parameters
         ----------
         prompt : str, or sequence of ChatMessage or of int
-            A question or a chat, from which the family's own prompt is made; or the tokens of a
-            whole prompt.
+            A question or a chat, formatted with the model's chat template; or the token ids of a
+            complete prompt.
         params : SamplingParams
         kept_ids : collection of int
-            Special tokens that stay in the text.
+            Special tokens that are kept in the generated text; others are removed.
         on_event : callable, optional
             Called in the engine's thread with each piece of the text, and at the end with the
-            completion or the error. The stream gets no events then.
+            completion or the error. The returned stream then receives no events: don't wait on it.
 
         Raises
         ------
         UsageError
             If the request or its images exceed the plan, or its grammar can't be compiled.
         """
-        # The caller's thread makes the tokens, checks the limits and compiles the grammar: a slow
-        # prompt delays no step, and the engine's thread gets a finished sequence. The seed is fixed
-        # here: a step that is computed again samples by the same random numbers.
-        tokens = self._tokens(prompt)
+        # Tokenization, limit checks and grammar compilation run in the caller's thread, so that a
+        # slow prompt delays no step. The seed is fixed here, so that a recomputed step samples with
+        # the same random numbers.
+        tokens = self._encode_prompt(prompt)
         is_chat = isinstance(prompt, str) or any(isinstance(part, ChatMessage) for part in prompt)
         if params.grammar is not None and is_chat:
             tokens.extend(self._reader.chat.content_start)
         if not tokens:
             raise UsageError("the prompt is empty")
         refuse_beyond(tokens, self._num_embeddings)
-        rest = max(1, self._scheduler.most_tokens - len(tokens))
-        number = params.max_new_tokens or min(self._max_new_tokens, rest)
-        refuse_long(len(tokens), self._scheduler.most_tokens, new_tokens=number)
+        max_rest = max(1, self._scheduler.most_tokens - len(tokens))
+        token_limit = params.max_new_tokens or min(self._max_new_tokens, max_rest)
+        refuse_long(len(tokens), self._scheduler.most_tokens, new_tokens=token_limit)
         is_whole = self._reader.workload.prefill_chunk_tokens is None
         if isinstance(tokens, ImagePrompt) or (is_whole and not self._executor.is_paged):
             self._reader.check([tokens])
@@ -253,19 +256,19 @@ class Engine:
         if params.grammar is not None:
             matcher, detokenizer = self._grammars.start(params.grammar)
         events = SimpleQueue[Event]()
-        tell = on_event or events.put
+        send_event = on_event or events.put
         if is_chat and matcher is None:
-            tell = partial(_tell_stripped, tell)
+            send_event = partial(_send_stripped, send_event)
         seed = random.getrandbits(63) if params.seed is None else params.seed
         sequence = EngineSequence(
             tokens,
-            replace(params, seed=seed, max_new_tokens=number),
+            replace(params, seed=seed, max_new_tokens=token_limit),
             stop_ids=tuple(self._reader.chat.stop_ids),
             rules=self._rules,
             detokenizer=detokenizer
             or Detokenizer(self._reader.tokenizer, kept_ids, () if is_chat else tokens),
             matcher=matcher,
-            on_event=tell,
+            on_event=send_event,
         )
         with self._lock:
             if self.failure is not None:
@@ -281,45 +284,46 @@ class Engine:
         prompts: Iterable[tuple[K, Prompt]],
         params: SamplingParams | Callable[[K], SamplingParams] = _GREEDY,
     ) -> Iterator[tuple[K, Completion | Exception]]:
-        """Run prompts, each under a key of the caller's; yield results in the order they end.
+        """Run (key, prompt) pairs; yield (key, completion) pairs in the order in which they finish.
 
-        Only as many prompts are queued at a time as keep the engine busy. A failed prompt yields
-        its error. `params` may depend on the key.
+        `prompts` is consumed lazily: at most twice as many requests as can run are submitted at a
+        time. A failed prompt yields its error. `params` may be a function of the key.
         """
         ended: SimpleQueue[tuple[K, Completion | Exception]] = SimpleQueue()
-        coming = iter(prompts)
-        num_asked = 0
+        pending = iter(prompts)
+        num_submitted = 0
         while True:
-            for key, prompt in islice(coming, 2 * self.capacity.sequences - num_asked):
-                num_asked += 1
+            for key, prompt in islice(pending, 2 * self.capacity.sequences - num_submitted):
+                num_submitted += 1
                 try:
                     chosen = params(key) if callable(params) else params
-                    self.submit(prompt, chosen, on_event=partial(_put, ended, key))
+                    self.submit(prompt, chosen, on_event=partial(_put_result, ended, key))
                 except DuokaError as error:
                     ended.put((key, error))
-            if not num_asked:
+            if not num_submitted:
                 return
             yield ended.get()
-            num_asked -= 1
+            num_submitted -= 1
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams = _GREEDY, *, n: int = 1
     ) -> list[Completion]:
         """Run all prompts, each `n` times; return completions in the order of the prompts.
 
-        Generations from one prompt share its pages, and have the seeds of `SamplingParams.split`.
+        The n generations of a prompt share its KV cache pages; `SamplingParams.split` derives
+        their seeds.
         """
         streams = [self.submit(prompt, chosen) for prompt in prompts for chosen in params.split(n)]
         return [stream.result() for stream in streams]
 
     @property
     def num_free_pages(self) -> int:
-        """The number of free pages."""
+        """The number of free KV cache pages."""
         with self._lock:
             return self._scheduler.pool.num_free
 
     def load(self) -> Load:
-        """Return the load now."""
+        """Return the current load."""
         with self._lock:
             scheduler = self._scheduler
             return Load(
@@ -330,15 +334,15 @@ class Engine:
             )
 
     def busy_seconds(self) -> dict[str, float]:
-        """Return the seconds that each GPU has computed since the start, where they are known."""
+        """Return the computing seconds of each GPU since the start; empty if they are unknown."""
         return self._executor.busy_seconds()
 
     def peaks(self) -> list[PeakBytes]:
-        """Return the peaks of the GPUs' memory, when the engine has been closed."""
+        """Return the peak memory of each GPU; final once the engine is closed."""
         return self._executor.peaks()
 
-    def _tokens(self, prompt: Prompt) -> list[int]:
-        """Return the tokens of a prompt."""
+    def _encode_prompt(self, prompt: Prompt) -> list[int]:
+        """Convert a prompt to token ids; an `ImagePrompt` is returned as is."""
         if isinstance(prompt, str):
             prompt = [ChatMessage(role="user", content=prompt)]
         if isinstance(prompt, ImagePrompt):
@@ -351,21 +355,25 @@ class Engine:
 
     # ── the engine's thread ──
 
-    # This thread alone calls the executor's `start`, `submit` and `wait`, and `on_event` of
-    # requests:
+    # Only this thread calls the executor's `start`, `submit` and `wait`, and the requests'
+    # `on_event`:
     #
     #     other threads   Engine.submit: queue the sequence under the lock, wake ─┐
     #     this thread     submit steps → wait for a step's end, or to be woken ◀──┘ → take result
     #
     # `on_event` is called under the lock, which is reentrant: a callback may submit a request.
     def _work(self, started: Future[None]) -> None:
+        """Run the engine's thread: start the executor, then compute steps until closed or failed.
+
+        `started` gets the result, or the error, of starting.
+        """
         executor = self._executor
         try:
             executor.start()
             settings = executor.capacity, executor.num_steps, executor.forget
             self._scheduler = Scheduler(*settings, self._plan.forecast)
             started.set_result(None)
-        except Exception as error:  # also where the constructor was interrupted
+        except Exception as error:  # also InvalidStateError, if the constructor was interrupted
             executor.close()
             if not started.cancelled():
                 started.set_exception(find_lost_gpu(error) or error)
@@ -373,31 +381,31 @@ class Engine:
         try:
             while not self._is_closed:
                 self._submit_steps()
-                self._take(executor.wait())
+                self._take_result(executor.wait())
             with self._lock:
                 self._scheduler.cancel_all()
-        except Exception as error:  # a lost GPU or process, or a defect of duoka's
+        except Exception as error:  # a lost GPU or process, or a defect of duoka
             self._fail(error)
 
     def _submit_steps(self) -> None:
-        """Submit steps until as many are in flight as the executor works on."""
+        """Submit steps until the executor's `num_steps` are in flight, or there is no work."""
         while len(self._steps) < self._executor.num_steps:
             with self._lock:
-                chunks = self._next_failed() or self._scheduler.next_step()
+                chunks = self._next_retry() or self._scheduler.next_step()
             if not chunks:
                 return
             self._steps.append(chunks)
             self._executor.submit(chunks)
 
-    def _next_failed(self) -> list[Chunk]:
-        """Return chunks of a failed step, those that are still wanted."""
+    def _next_retry(self) -> list[Chunk]:
+        """Return the next chunks to retry, without chunks of ended requests; empty if none."""
         chunks: list[Chunk] = []
         while self._failed and not chunks:
             chunks = self._scheduler.schedule_again(self._failed.popleft())
         return chunks
 
-    def _take(self, result: Result | None) -> None:
-        """Take the result of a step."""
+    def _take_result(self, result: Result | None) -> None:
+        """Process the result of the oldest step in flight; None means that `wait` was woken."""
         if result is None:
             return
         with self._lock:
@@ -406,20 +414,21 @@ class Engine:
                 self._retry(chunks, result)
                 return
             for chunk, outcome in zip(chunks, result, strict=True):
-                self._scheduler.computed(chunk, self._explained(outcome, chunk))
+                self._scheduler.computed(chunk, self._explain_outcome(outcome, chunk))
 
-    # Of the chunks a b c d, each of its own sequence, c can't be computed:
+    # Bisection. Chunks a b c d belong to four sequences, and computing c always fails:
     #
     #     [a b c d] fails → [a b] runs, [c d] fails → [c] fails and ends its request, [d] runs
     #
-    # One such chunk of n takes about 2 log2(n) further steps, before any new step. A chunk of 512
-    # tokens for which there is no memory is tried with 256, 128, …; later steps read what is left.
+    # One failing chunk among n costs about 2 log2(n) extra steps, which run before any new step. A
+    # chunk of 512 tokens that runs out of memory is retried with its first 256, 128, … tokens;
+    # later steps compute the others.
     def _retry(self, chunks: Sequence[Chunk], error: Exception) -> None:
-        """Compute each half of a failed step alone, as often as need be.
+        """Queue both halves of a failed step as steps of their own; fail a single chunk's request.
 
-        So a chunk that can't be computed ends by itself, and chunks that don't fit at once, since
-        something else has taken memory, go on with less. Keys and values that were written to pages
-        already are written again.
+        Thus only the request of a failing chunk ends, and chunks that no longer fit in memory
+        together run one after another. Keys and values that were already written to pages are
+        overwritten.
         """
         if len(chunks) > 1:
             middle = len(chunks) // 2
@@ -430,10 +439,10 @@ class Engine:
         if isinstance(error, torch.OutOfMemoryError) and middle:
             self._failed.append([replace(chunk, tokens=chunk.tokens[:middle])])
         else:
-            self._scheduler.computed(chunk, self._explained(error, chunk))
+            self._scheduler.computed(chunk, self._explain_outcome(error, chunk))
 
-    def _explained(self, outcome: Outcome, chunk: Chunk) -> Outcome:
-        """Replace an out-of-memory error by the one that its requester gets."""
+    def _explain_outcome(self, outcome: Outcome, chunk: Chunk) -> Outcome:
+        """Replace an out-of-memory error by one with the plan; return other outcomes unchanged."""
         if not isinstance(outcome, torch.OutOfMemoryError):
             return outcome
         tokens = format_count(len(chunk.tokens), "token")
@@ -441,7 +450,7 @@ class Engine:
         return OutOfMemory(text, self._plan, getattr(outcome, "available_bytes", {}))
 
     def _fail(self, error: Exception) -> None:
-        """Fail all requests: nothing can be computed any more."""
+        """Record a permanent failure, report it, and fail all requests with it."""
         with self._lock:
             self.failure = error
         if self._on_failure is not None:
@@ -450,12 +459,14 @@ class Engine:
             self._scheduler.fail_all(error)
 
 
-def _tell_stripped(tell: Callable[[Event], None], event: Event) -> None:
+def _send_stripped(send_event: Callable[[Event], None], event: Event) -> None:
+    """Call `send_event` with an event; strip white space from the text of a completion."""
     if isinstance(event, Completion):
         event = replace(event, text=event.text.strip())
-    tell(event)
+    send_event(event)
 
 
-def _put(queue: SimpleQueue[tuple[K, Completion | Exception]], key: K, event: Event) -> None:
+def _put_result(queue: SimpleQueue[tuple[K, Completion | Exception]], key: K, event: Event) -> None:
+    """Queue the completion or the error of a request under its key; skip pieces of text."""
     if not isinstance(event, TextPiece):
         queue.put((key, event))

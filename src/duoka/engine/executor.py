@@ -32,51 +32,51 @@ from .request import Outcome, SamplingParams
 from .sampler import SamplingRow, sample
 
 _PLAIN = Workload(prefill_chunk_tokens=None)
-_IN_PAGES = ("dynamic", *PAGED_CACHES)
+_PAGEABLE_CACHES = ("dynamic", *PAGED_CACHES)
 _PADDING_ROW = SamplingRow(params=SamplingParams(), seed=0, place=0)
 
 
 Result = Sequence[Outcome] | Exception
-"""The result of a step: an outcome for each chunk, or the error of all chunks."""
+"""The result of a step: an outcome for each chunk, or one error if the whole step failed."""
 
 
 class Executor(Protocol):
-    """Computes steps: chunks of different sequences at once. Results come in the order of steps."""
+    """Computes steps (chunks of several sequences); results come in the order of submission."""
 
     capacity: Capacity
     is_paged: bool
     num_steps: int
-    """Steps to have in flight: more of them make nothing faster."""
+    """The number of steps to keep in flight; more would not be faster."""
 
     def start(self) -> None:
-        """Warm up, in the thread that calls `wait`; capacity and `is_paged` are final then."""
+        """Warm up, and set the final capacity and `is_paged`. Called in the thread of `wait`."""
 
     def submit(self, chunks: Sequence[Chunk]) -> None:
         """Queue a step."""
 
     def wait(self) -> Result | None:
-        """Wait for the next step to end; return None where `wake` was called.
+        """Wait for the next result; return None if `wake` was called and no result is ready.
 
         Raises
         ------
         MachineError
-            If a GPU or a process is lost, and with it all steps; no further step is computed.
+            If a GPU or a process is lost: all steps in flight are lost, and no further step runs.
         """
 
     def wake(self) -> None:
-        """Let `wait` return. From any thread."""
+        """Make `wait` return; may be called from any thread."""
 
     def forget(self, sequence: int) -> None:
-        """Free the state of an ended sequence."""
+        """Free the state kept for a sequence (by its number) that has ended."""
 
     def busy_seconds(self) -> dict[str, float]:
-        """Return the computing seconds of each device, where they are known."""
+        """Return the computing seconds of each device; empty if they are unknown."""
 
     def peaks(self) -> list[PeakBytes]:
-        """Return the peaks of the devices' memory, known when the executor is closed."""
+        """Return the peak memory of each device; final once the executor is closed."""
 
     def close(self) -> None:
-        """End, and free all resources."""
+        """Stop computing and free all resources."""
 
 
 class InlineExecutor:
@@ -87,15 +87,15 @@ class InlineExecutor:
     model : PreTrainedModel
         On one device, or dispatched over several.
     capacity : Capacity
-        A model that doesn't read from pages gets a page for each sequence, and reads each prompt in
-        a single step.
+        For a model that can't use a paged cache, `start` replaces it by one page per sequence, and
+        each prompt is computed in a single step.
     workload : Workload
-        That of the plan.
+        The plan's workload.
     warm_up : {"first", "largest", "every"}
-        The steps to run in `start`. The forecast of a paged cache has every size.
+        The steps to run in `start`. The forecast of a paged cache assumes "every".
     plan : Plan, optional
-        The plan of the model, if it has just been loaded: its memory is published beside the
-        forecast.
+        The model's plan, if the model has just been loaded: its measured memory is then published
+        next to the forecast, for `duoka top`.
     """
 
     num_steps = 1
@@ -109,13 +109,13 @@ class InlineExecutor:
         warm_up: WarmUp = "first",
         plan: Plan | None = None,
     ) -> None:
-        self._opened = ExitStack()
+        self._resources = ExitStack()
         self._publisher = None
         if plan is not None:
             shares = BusyShares(self.busy_seconds)
             self._publisher = Publisher(plan, model, plan.devices, busy_shares=shares)
-            self._opened.callback(self._publisher.close)
-        self._open = partial(_open, model, capacity, workload, warm_up)
+            self._resources.callback(self._publisher.close)
+        self._open_model = partial(_open_model, model, capacity, workload, warm_up)
         self._devices = {str(parameter.device) for parameter in model.parameters()}
         self.capacity = capacity
         self._steps: deque[Sequence[Chunk]] = deque()
@@ -123,9 +123,9 @@ class InlineExecutor:
         self._busy_seconds = 0.0
 
     def start(self) -> None:
-        """See `Executor`: cuBLAS allocates a workspace for each computing thread."""
-        self._model = self._open()
-        self._opened.callback(self._model.close)
+        """See `Executor`. In the computing thread, as cuBLAS has a workspace per thread."""
+        self._model = self._open_model()
+        self._resources.callback(self._model.close)
         self.is_paged = isinstance(self._model, PagedModel)
         capacity = self.capacity
         if isinstance(self._model, PagedModel):
@@ -158,27 +158,33 @@ class InlineExecutor:
         try:
             if self.is_paged:
                 return self._compute(chunks)
-            # Each chunk by itself: none is ever computed again.
+            # Without pages no chunk can be recomputed, so each succeeds or fails by itself.
             results = [self._compute([chunk]) for chunk in chunks]
             return [part if isinstance(part, Exception) else part[0] for part in results]
         finally:
             self._busy_seconds += time.perf_counter() - begin
 
     def _compute(self, chunks: Sequence[Chunk]) -> list[Outcome] | Exception:
-        """Compute chunks; a failure is explained and its memory freed, a lost GPU ends all work."""
+        """Compute chunks; return the error if that fails, but raise it if a GPU is lost.
+
+        An out-of-memory error is explained, and the memory of the failed step is freed.
+        """
         try:
             return outcomes_of(chunks, self.run(chunks))
-        except Exception as error:  # whatever the model's code raises fails these chunks alone
+        except Exception as error:  # any error of the model's code fails only these chunks
             if lost := find_lost_gpu(error):
                 raise lost from error
             if isinstance(error, torch.OutOfMemoryError):
                 explain(error, self._publisher)
-                error.__traceback__ = None  # it holds tensors on the devices
+                error.__traceback__ = None  # its frames hold tensors on the devices
                 devices.give_back()
             return error
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Compute chunks; return the logits of those with a row, [rows, vocabulary]."""
+        """Compute chunks; return the logits of the chunks with a row, [rows, vocabulary].
+
+        The logits of a paged model may have padding rows at the end.
+        """
         return self._model.run(chunks)
 
     def wake(self) -> None:
@@ -186,7 +192,7 @@ class InlineExecutor:
         self._woken.set()
 
     def busy_seconds(self) -> dict[str, float]:
-        """See `Executor`: with several devices, the share of each isn't known."""
+        """See `Executor`; empty with several devices, whose shares of the time aren't measured."""
         if len(self._devices) > 1:
             return {}
         return dict.fromkeys(self._devices, self._busy_seconds)
@@ -201,26 +207,30 @@ class InlineExecutor:
             self._model.forget(sequence)
 
     def close(self) -> None:
-        """See `Executor`; the model's memory is free as soon as nobody else has the model."""
-        self._opened.close()
-        # These form cycles with the executor, which only garbage collection would end.
+        """See `Executor`; the model's memory is freed once nothing else references the model."""
+        self._resources.close()
+        # These form reference cycles, which only the garbage collector would free.
         self._publisher = None
-        for name in ("_open", "_model"):
+        for name in ("_open_model", "_model"):
             vars(self).pop(name, None)
 
 
 def outcomes_of(chunks: Sequence[Chunk], logits: Tensor) -> list[Outcome]:
-    """Sample the next tokens of the sequences of chunks."""
+    """Sample the next token for each chunk with a row; the outcome of other chunks is None.
+
+    `logits` are [rows, vocabulary]; rows beyond the chunks' are padding.
+    """
     rows = [chunk.row for chunk in chunks if chunk.row is not None]
     choices = iter(sample(logits, rows + [_PADDING_ROW] * (len(logits) - len(rows))))
     return [None if chunk.row is None else next(choices) for chunk in chunks]
 
 
-def _open(
+def _open_model(
     model: PreTrainedModel, capacity: Capacity, workload: Workload, warm_up: WarmUp
 ) -> PagedModel | CachedModel:
-    if workload.cache in _IN_PAGES and not workload.images and reads_pages(model):
-        # A ModelError: the model's code needs more than causal attention.
+    """Open the model with a paged cache if possible, otherwise with a cache per sequence."""
+    if workload.cache in _PAGEABLE_CACHES and not workload.images and reads_pages(model):
+        # Raises ModelError if the model's code needs more than causal attention.
         with suppress(ModelError), ExitStack() as undo, reading_pages(model):
             paged = PagedModel(model, capacity)
             undo.callback(paged.close)

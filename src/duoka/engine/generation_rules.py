@@ -1,7 +1,7 @@
 """Rules of a checkpoint's generation config: forbidden and forced tokens, as in `generate`.
 
-Each rule does the same as the logits processor of transformers with its name. Sampling parameters
-are no part of it.
+Each rule has the effect of the transformers logits processor of the same name. Sampling parameters
+such as temperature are not part of the rules; see `request.SamplingParams`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from duoka.errors import UsageError
 
-# Other rules of `generate`, with their neutral values.
-_UNKNOWN = {
+# Settings of `generate` that the engine doesn't support, with the values that have no effect.
+_UNSUPPORTED = {
     "sequence_bias": None,
     "encoder_repetition_penalty": 1.0,
     "exponential_decay_length_penalty": None,
@@ -26,9 +26,10 @@ _UNKNOWN = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRules:
-    """The rules of a generation config for single tokens; see `GenerationConfig` of transformers.
+    """The token rules of a generation config; see `GenerationConfig` of transformers.
 
-    `start` is the token that an encoder-decoder's answers begin with; others begin with the prompt.
+    `start` is the decoder's start token of an encoder-decoder model; None for a decoder-only model,
+    whose generation continues the prompt.
     """
 
     start: int | None = None
@@ -46,25 +47,25 @@ class GenerationRules:
     def of(
         cls, model: PreTrainedModel, generation_config: Mapping[str, Any] | None = None
     ) -> GenerationRules:
-        """Return the rules of a model, or of another generation config.
+        """Read the rules of `generation_config`; by default, of the model's own one.
 
-        UsageError for a rule that the engine doesn't apply.
+        Raises UsageError if the config is invalid or has a rule that the engine doesn't support.
         """
         settings: Any = model.generation_config
         try:
             if generation_config is not None:
                 settings = GenerationConfig.from_dict(dict(generation_config))
-            _refuse_unknown(settings)
+            _refuse_unsupported(settings)
             start = settings.decoder_start_token_id
             start = settings.bos_token_id if start is None else start
             return cls(
                 start=start if model.config.is_encoder_decoder else None,
                 forced_bos=settings.forced_bos_token_id,
-                # Of several all are as likely to `generate`, which takes the first one.
-                forced_eos=min(_ids(settings.forced_eos_token_id), default=None),
-                suppressed=_ids(settings.suppress_tokens),
-                begin_suppressed=_ids(settings.begin_suppress_tokens),
-                bad_words=tuple(filter(None, map(_ids, settings.bad_words_ids or ()))),
+                # `generate` gives several forced tokens equal scores; argmax takes the lowest id.
+                forced_eos=min(_to_ids(settings.forced_eos_token_id), default=None),
+                suppressed=_to_ids(settings.suppress_tokens),
+                begin_suppressed=_to_ids(settings.begin_suppress_tokens),
+                bad_words=tuple(filter(None, map(_to_ids, settings.bad_words_ids or ()))),
                 no_repeat_ngram_size=int(settings.no_repeat_ngram_size or 0),
                 encoder_no_repeat_ngram_size=int(settings.encoder_no_repeat_ngram_size or 0),
                 min_length=int(settings.min_length or 0),
@@ -77,11 +78,11 @@ class GenerationRules:
             ) from error
 
     def context(self, prompt: Sequence[int]) -> Sequence[int]:
-        """Return the tokens before an answer."""
+        """Return the decoder's tokens before the answer: the prompt, or the start token."""
         return prompt if self.start is None else (self.start,)
 
     def forced(self, prompt: Sequence[int], place: int, *, is_last: bool) -> int | None:
-        """Return the forced token at a position of the answer, if any."""
+        """Return the token forced at position `place` of the answer; None if any may follow."""
         if is_last and self.forced_eos is not None:
             return self.forced_eos
         return self.forced_bos if place + len(self.context(prompt)) == 1 else None
@@ -89,38 +90,40 @@ class GenerationRules:
     def banned(
         self, prompt: Sequence[int], answer: Sequence[int], stop_ids: Sequence[int]
     ) -> set[int]:
-        """Return the tokens that are forbidden next."""
+        """Return the tokens that must not follow `answer`, by their ids."""
         context, place = self.context(prompt), len(answer)
         banned = set(self.suppressed)
-        # After a token that is forced, if there is one.
+        # The first free position: 0, or 1 if the token at 0 is forced.
         if place == (self.forced(prompt, 0, is_last=False) is not None):
             banned |= set(self.begin_suppressed)
         if len(context) + place < self.min_length or place < self.min_new_tokens:
             banned |= set(stop_ids)
         tokens = (*context, *answer)
-        for *before, last in self.bad_words:
-            is_end = not before and last in stop_ids
-            if not is_end and tokens[len(tokens) - len(before) :] == tuple(before):
-                banned.add(last)
+        for *prefix, final_token in self.bad_words:
+            is_end = not prefix and final_token in stop_ids
+            if not is_end and tokens[len(tokens) - len(prefix) :] == tuple(prefix):
+                banned.add(final_token)
         for source, size in (
             (tokens, self.no_repeat_ngram_size),
             (prompt, self.encoder_no_repeat_ngram_size),
         ):
             if size:
-                banned |= _repeating(tuple(source), tokens, size)
+                banned |= _find_repeating(tuple(source), tokens, size)
         return banned
 
 
-def _repeating(source: tuple[int, ...], tokens: tuple[int, ...], size: int) -> set[int]:
-    """Return the tokens that would repeat an n-gram of a source at the end."""
-    # Of trigrams in 1 2 3 1 2 the end 1 2 was followed by 3 before: 3 is forbidden.
-    ends = tokens[len(tokens) - size + 1 :]
+def _find_repeating(source: tuple[int, ...], tokens: tuple[int, ...], size: int) -> set[int]:
+    """Return the tokens that, appended to `tokens`, would repeat an n-gram of `source`."""
+    # With n = 3 and tokens 1 2 3 1 2: the last two tokens, 1 2, were followed by 3 before; 3 is
+    # forbidden.
+    suffix = tokens[len(tokens) - size + 1 :]
     starts = range(len(source) - size + 1)
-    return {source[at + size - 1] for at in starts if source[at : at + size - 1] == ends}
+    return {source[i + size - 1] for i in starts if source[i : i + size - 1] == suffix}
 
 
-def _refuse_unknown(settings: GenerationConfig) -> None:
-    for name, neutral in _UNKNOWN.items():
+def _refuse_unsupported(settings: GenerationConfig) -> None:
+    """Raise UsageError if an unsupported setting has an effect."""
+    for name, neutral in _UNSUPPORTED.items():
         value = getattr(settings, name, None)
         if value not in (None, neutral):
             raise UsageError(
@@ -131,7 +134,8 @@ def _refuse_unknown(settings: GenerationConfig) -> None:
             )
 
 
-def _ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
+def _to_ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Convert a token id, a list of ids or None to a tuple of ids."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(map(int, value))

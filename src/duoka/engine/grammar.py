@@ -1,9 +1,8 @@
-"""Grammars: answers by a JSON schema, a regular expression or a grammar, with llguidance.
+"""Structured output: answers constrained by a JSON schema, regular expression or Lark grammar.
 
-Only this module calls llguidance. A matcher follows the bytes of an answer, and returns a bit mask
-of the tokens that may come next: a bit for each token of the vocabulary, the lowest first. Special
-tokens are no text and never fit, except stop tokens where the text is complete. Nothing here knows
-of tensors.
+Only this module calls llguidance. A matcher follows the tokens of an answer and returns a bit mask
+of the tokens that may come next: one bit per token of the vocabulary, the lowest bit first. Special
+tokens are never allowed, except stop tokens when the text is complete. The module uses no tensors.
 """
 
 from __future__ import annotations
@@ -23,31 +22,32 @@ from duoka.errors import DuokaError, UsageError
 from duoka.models.text.call_grammars import JSON_OPTIONS
 
 Kind = Literal["json_schema", "regex", "lark"]
-# The worst that is known of so many characters takes a second and 200 MB. What refers to one
-# another takes a stack, and from 1,500 on llguidance ends the process.
+# The costliest known grammar of this length takes a second and 200 MB to compile. References need
+# stack depth: llguidance crashes the process at about 1,500 of them.
 _MOST_CHARACTERS = 2**15
 _MOST_LINKS = 500
-_LINKS = {"json_schema": '"$ref"', "lark": ":"}
-# Of llguidance's work; a state of its lexer takes 2 KB.
+# The text that each reference (JSON schema) or rule (Lark) contains, to count them without parsing.
+_LINK_TEXTS = {"json_schema": '"$ref"', "lark": ":"}
+# Limits of llguidance's compiler; a lexer state takes 2 KB.
 _LIMITS = {"max_lexer_states": 50_000, "max_grammar_size": 100_000, "verbose_errors": False}
 _NUM_COMPILED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The grammar of an answer, made by `json_schema`, `json_object`, `regex` or `lark`.
+    """The grammar of an answer; create it with `json_schema`, `json_object`, `regex` or `lark`.
 
     Raises
     ------
     UsageError
-        If llguidance isn't installed or doesn't take it, or it is larger than is compiled.
+        If llguidance isn't installed or rejects the grammar, or the grammar exceeds the limits.
     """
 
     kind: Kind
     text: str
 
     def __post_init__(self) -> None:
-        link = _LINKS.get(self.kind)
+        link = _LINK_TEXTS.get(self.kind)
         for number, limit, what in (
             (len(self.text), _MOST_CHARACTERS, "characters"),
             (self.text.count(link) if link else 0, _MOST_LINKS, f"references (by their {link})"),
@@ -57,7 +57,7 @@ class Grammar:
                     f"the {self.kind} has {number} {what}; at most {limit} are compiled",
                     hint="simplify it, and describe the rest in the prompt",
                 )
-        llguidance = _llguidance()
+        llguidance = _import_llguidance()
         is_error, problems = llguidance.LLMatcher.validate_grammar_with_warnings(
             self.source, limits=llguidance.LLParserLimits(**_LIMITS)
         )
@@ -66,10 +66,10 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: str | Mapping[str, Any]) -> Grammar:
-        """Return the grammar of JSON by a schema; llguidance knows most keywords."""
+        """Return the grammar of a JSON schema; llguidance supports most keywords."""
         try:
             text = schema if isinstance(schema, str) else json.dumps(schema)
-            # Parsed, so that it is one object whose keys stand once.
+            # Parse it to refuse anything but one JSON object without duplicate keys.
             content = parse_json_object(text, "it")
             text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
         except (DuokaError, TypeError, ValueError, RecursionError) as error:
@@ -86,17 +86,20 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Return the grammar of texts that a regular expression of Rust matches entirely."""
+        """Return the grammar of a regular expression (Rust syntax) for the whole text."""
         return cls("regex", pattern)
 
     @classmethod
     def lark(cls, grammar: str) -> Grammar:
-        """Return the grammar of texts by the rule `start`, in llguidance's variant of Lark."""
+        """Return the grammar with the start rule `start`, in llguidance's variant of Lark."""
         return cls("lark", grammar)
 
     @classmethod
     def from_response_format(cls, value: object) -> Grammar | None:
-        """Return the grammar of a `response_format`; the types "regex" and "lark" are duoka's."""
+        """Return the grammar of a `response_format` of OpenAI's API; None for type "text".
+
+        The types "regex" and "lark" are extensions of duoka.
+        """
         form = value if isinstance(value, Mapping) else {}
         kind = form.get("type")
         if form == {"type": "text"}:
@@ -116,16 +119,16 @@ class Grammar:
 
     @property
     def source(self) -> str:
-        """The grammar in llguidance's form."""
+        """The grammar in llguidance's format."""
         options = (JSON_OPTIONS,) if self.kind == "json_schema" else ()
-        convert = getattr(_llguidance().LLMatcher, f"grammar_from_{self.kind}")
+        convert = getattr(_import_llguidance().LLMatcher, f"grammar_from_{self.kind}")
         try:
             return str(convert(self.text, *options))
         except ValueError as error:
             raise self.refusal(str(error)) from None
 
     def refusal(self, problem: str) -> UsageError:
-        """Return the error for a problem of llguidance's."""
+        """Return a UsageError for an error message of llguidance."""
         lines = [line for line in problem.splitlines() if line]
         reason = next((line for line in lines if line.startswith("error:")), lines[0])
         return UsageError(
@@ -136,9 +139,9 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A tokenizer's tokens in llguidance's form, with bit masks of text and of stop tokens.
+    """A tokenizer as an `LLTokenizer` of llguidance, with bit masks of its tokens.
 
-    Tokens from `size` on are left out.
+    `text_bits` marks the tokens that stand for text, `stop_bits` the stop tokens.
     """
 
     tokenizer: Any
@@ -149,15 +152,18 @@ class Vocabulary:
     def of(
         cls, tokenizer: PreTrainedTokenizerBase, stop_ids: Iterable[int], size: int | None
     ) -> Vocabulary:
-        """Read a tokenizer; UsageError if the bytes of its tokens aren't known."""
+        """Read a tokenizer; raise UsageError if the bytes of its tokens are unknown.
+
+        Only tokens below `size`, the number of embeddings, count as text; None for all.
+        """
         stops = [token for token in stop_ids if token < len(tokenizer)]
         try:
             backend: Any = tokenizer
             content = json.loads(backend.backend_tokenizer.to_str())
             text = json.dumps({**content, "truncation": None, "padding": None})
-            # llguidance wants one: where none ends an answer, the last token is given up.
+            # llguidance requires an end token: without stop tokens, sacrifice the last token.
             ends = stops or [len(tokenizer) - 1]
-            tokens = _llguidance().LLTokenizer(text, eos_token=ends)
+            tokens = _import_llguidance().LLTokenizer(text, eos_token=ends)
         except (AttributeError, ValueError) as error:
             raise UsageError(
                 f"answers of a {type(tokenizer).__name__} can't be constrained by a grammar: the "
@@ -168,23 +174,23 @@ class Vocabulary:
             token
             for token in range(min(size or len(tokenizer), len(tokenizer)))
             if not tokens.is_special_token(token)
-            and tokens.decode_bytes([token]) != f"<[{token}]>".encode()  # as it writes what is none
+            and tokens.decode_bytes([token]) != f"<[{token}]>".encode()  # a token without text
         ]
         text_bits, stop_bits = token_bits(set(texts).difference(ends)), token_bits(stops)
         return cls(tokens, int.from_bytes(text_bits, "little"), int.from_bytes(stop_bits, "little"))
 
 
-# An answer by the regex ab|ac, over the tokens a, b, c, ab, </s> with the bits 0 … 4:
+# Masks for the regex ab|ac, over the tokens a, b, c, ab, </s> with the bits 0 … 4:
 #
 #     text    allowed                                         mask
 #     ""      a, ab                                           0b01001
 #     "a"     b, c                                            0b00110
-#     "ab"    complete: it ends without a further token
+#     "ab"    complete: the answer ends without a stop token
 #
-# The mask depends on the last token. So it is computed in the engine's thread when that has come,
-# and goes with the row (`Sequence.row`) to the process that samples.
+# A mask depends on the token before it. So the engine's thread computes the mask when that token
+# arrives, and sends it with the row (`Sequence.row`) to the process that samples.
 class GrammarMatcher:
-    """The state of an answer in its grammar.
+    """The state of one answer in its grammar.
 
     `allowed` is the bit mask of the tokens that may come next.
     """
@@ -193,23 +199,27 @@ class GrammarMatcher:
         self._grammar = grammar
         self._matcher = matcher
         self._vocabulary = vocabulary
-        self.allowed = self._next()
+        self.allowed = self._compute_allowed()
 
     @property
     def is_complete(self) -> bool:
-        """Return True if only the end can follow."""
+        """True if the answer matches the grammar and no token can follow."""
         return bool(self._matcher.is_stopped())
 
     def advance(self, token: int) -> None:
-        """Take the next token of the answer; UsageError where the grammar takes too much work."""
-        self._matcher.consume_token(token)
-        self.allowed = self._next()
+        """Add the next token of the answer; raise UsageError if no token can follow.
 
-    def _next(self) -> bytes:
-        # It has its errors as a state, and computes nothing in it.
+        That is so if a limit of llguidance is exceeded, or no text token satisfies the grammar.
+        """
+        self._matcher.consume_token(token)
+        self.allowed = self._compute_allowed()
+
+    def _compute_allowed(self) -> bytes:
+        """Compute the mask of the allowed tokens; raise UsageError if no token can follow."""
+        # llguidance keeps an error as the matcher's state, in which it computes no mask.
         mask = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
         is_end = self._matcher.is_accepting()
-        # A grammar can name special tokens; they are for the model's format alone.
+        # A grammar can name special tokens, but those are reserved for the chat template.
         usable = self._vocabulary.text_bits | (self._vocabulary.stop_bits if is_end else 0)
         allowed = int.from_bytes(mask, "little") & usable
         if self._matcher.is_error() or not (allowed or self.is_complete):
@@ -223,14 +233,14 @@ class GrammarMatcher:
 
 
 class BytesDetokenizer:
-    """Decodes the text of an answer from the bytes of its grammar; see `Detokenizer`."""
+    """Decodes the text of an answer with a grammar from its tokens' bytes; see `Detokenizer`."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._tokenizer = vocabulary.tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
-        """Take a token; return the completed text."""
+        """Add a token; return the new text, without an incomplete character at its end."""
         is_text = not self._tokenizer.is_special_token(token)
         return self._decoder.decode(self._tokenizer.decode_bytes([token]) if is_text else b"")
 
@@ -240,25 +250,29 @@ class BytesDetokenizer:
 
 
 class GrammarCompiler:
-    """Compiles grammars for a tokenizer, which is read with the first grammar; in any thread."""
+    """Compiles grammars for a tokenizer, which is read at the first grammar; thread-safe."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], size: int | None
     ) -> None:
         self._vocabulary = lru_cache(1)(lambda: Vocabulary.of(tokenizer, stop_ids, size))
         self._compiled = lru_cache(_NUM_COMPILED)(self._compile)
-        # Who asks for the same at the same time waits for it.
+        # A thread that needs a grammar while another compiles it waits for the cached result.
         self._lock = threading.Lock()
 
     def start(self, grammar: Grammar) -> tuple[GrammarMatcher, BytesDetokenizer]:
-        """Return the matcher and the detokenizer of an answer; UsageError without a grammar."""
+        """Return a matcher and a detokenizer for a new answer.
+
+        Raises UsageError if the grammar or the tokenizer can't be used.
+        """
         with self._lock:
             matcher = self._compiled(grammar).deep_copy()
             vocabulary = self._vocabulary()
         return GrammarMatcher(grammar, matcher, vocabulary), BytesDetokenizer(vocabulary)
 
     def _compile(self, grammar: Grammar) -> Any:
-        llguidance = _llguidance()
+        """Return an `LLMatcher` at the start of a grammar, to be copied for each answer."""
+        llguidance = _import_llguidance()
         matcher = llguidance.LLMatcher(
             self._vocabulary().tokenizer,
             grammar.source,
@@ -270,7 +284,8 @@ class GrammarCompiler:
         return matcher
 
 
-def _llguidance() -> Any:
+def _import_llguidance() -> Any:
+    """Import llguidance; raise UsageError with the install command if that fails."""
     try:
         import llguidance
     except ImportError as error:
@@ -282,7 +297,7 @@ def _llguidance() -> Any:
 
 
 def token_bits(tokens: Iterable[int]) -> bytes:
-    """Return a bit mask of tokens."""
+    """Return a bit mask in which the bits of these token ids are set, lowest bit first."""
     content = bytearray()
     for token in sorted(tokens):
         content.extend(bytes(token // 8 + 1 - len(content)))

@@ -30,10 +30,18 @@ def open_executor(
     progress: Progress | None = None,
     download_progress: Progress | None = None,
 ) -> tuple[Executor, int | None, PromptReader, GenerationRules]:
-    """Load a model for a plan.
+    """Prove the plan, load its model, and open its executor.
 
-    Besides what computes, the rows of its embedding, its reader, and its generation config's rules.
-    See `Engine` for what is given and raised.
+    See `Engine` for parameters and errors. `opened` is the plan's model without weights.
+
+    Returns
+    -------
+    executor : Executor
+    num_embeddings : int or None
+        As `num_embeddings` returns it: token ids must be smaller.
+    reader : PromptReader
+    rules : GenerationRules
+        The rules of the checkpoint's generation config.
     """
     if plan.workload.training is not None:
         raise UsageError(
@@ -44,17 +52,17 @@ def open_executor(
     routes = None
     if processes or (processes is None and len(plan.devices) > 1):
         try:
-            routes = _routes(plan, opened)
+            routes = _find_routes(plan, opened)
         except DuokaError:
             if processes:
                 raise
     lora = None if adapter is None else read_adapter_for(plan, adapter)
     plan = prove_here(plan, opened, download_progress)
-    # Before a weight is read.
+    # Raises before a weight is read.
     rules = GenerationRules.of(opened.model, opened.checkpoint.generation_config)
     rows, reader = num_embeddings(opened.model), opened.reader
     if routes is None:
-        # Where there are pages tokens are drawn where logits are.
+        # With pages, tokens are sampled on the device of the logits.
         stay = plan.workload.is_paged
         model = load_proved(plan, opened, progress=progress, lora=lora, outputs_stay=stay)
         inline = InlineExecutor(model, capacity, plan.workload, warm_up=warm_up, plan=plan)
@@ -71,7 +79,7 @@ def open_executor(
 
 
 def capacity_of(plan: Plan) -> Capacity:
-    """Return the capacity that a plan for generating reserves memory for."""
+    """Return the sequences, pages and tokens for which a plan reserves memory."""
     workload = plan.workload
     if workload.is_paged:
         return Capacity.of(workload)
@@ -87,8 +95,8 @@ def capacity_of(plan: Plan) -> Capacity:
     )
 
 
-def _routes(plan: Plan, opened: OpenedModel) -> Routes:
-    """Return the tensors sent between a plan's stages; UsageError if stages cannot be processes."""
+def _find_routes(plan: Plan, opened: OpenedModel) -> Routes:
+    """Find the tensors sent between stages; raise UsageError if stages can't be processes."""
     if len(plan.devices) == 1:
         raise UsageError(
             "one process per GPU is requested, and the plan uses one GPU",
@@ -105,6 +113,6 @@ def _routes(plan: Plan, opened: OpenedModel) -> Routes:
     reason = next((name for name, holds in reasons.items() if holds), None)
     if reason is not None:
         raise UsageError(f"a model with {reason} needs a single process", hint="omit processes")
-    if any(name.startswith("vgpu") for name in plan.devices):  # torch has to know their names
+    if any(name.startswith("vgpu") for name in plan.devices):  # register their names with torch
         devices.materialise(plan.fleet)
     return find_step_routes(model, plan.placement)

@@ -1,11 +1,12 @@
 """Pages of a KV cache: allocation, reference counts, and sharing of common prefixes.
 
-A page has the keys and values of `page_tokens` tokens of one sequence, in every layer. Here pages
-are numbers; the tensors are elsewhere. Sequences that begin with the same tokens share their full
-pages: a page is identified by all tokens up to its end. Unused pages keep their content and can be
-shared again, until they are needed for other tokens, the least recently used page first.
+A page holds the keys and values of `page_tokens` tokens of one sequence, in every layer. This
+module handles page numbers; `runtime` owns the tensors. Sequences that begin with the same tokens
+share their full pages (prefix caching). Unused pages keep their content and can be shared again
+until they are evicted for other tokens, the least recently used page first.
 
-A page's content is a number that stands for all tokens up to its end. With pages of 2 tokens:
+A full page is identified by all tokens up to its end. Each such prefix gets a number, the page's
+*content*. With pages of 2 tokens:
 
     tokens 5 6 │ 7 8 │ 9      contents: (nothing, 5 6) → 1, (1, 7 8) → 2
     tokens 5 6 │ 7 1          shares the page of content 1; (1, 7 1) → 3
@@ -17,12 +18,12 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 
 Key = tuple[int, tuple[int, ...]]
-"""The identity of a full page: the content of the previous page, and its own tokens."""
-_NOTHING = 0
+"""The identity of a full page: the content number of the previous page, and the page's tokens."""
+_NO_CONTENT = 0  # the content number before the first page
 
 
 class PagePool:
-    """Allocates the pages of a KV cache, by number.
+    """Allocates and shares the pages of a KV cache, by number.
 
     Parameters
     ----------
@@ -36,50 +37,51 @@ class PagePool:
         self.page_tokens = page_tokens
         self._empty: deque[int] = deque(range(num_pages))
         self._num_users = [0] * num_pages
-        # Full pages that can be shared, by identity, and the reverse. Numbers of contents are not
-        # reused: pages behind a page that is gone are never found through another page.
+        # `_contents`: key of a shareable full page → (page, content); `_keys`: page → key. Content
+        # numbers are not reused, so after a page is evicted, the pages that follow it are never
+        # found through another page.
         self._contents: dict[Key, tuple[int, int]] = {}
         self._keys: dict[int, Key] = {}
-        # The contents of full pages; a twin of a page has the same content and isn't shared.
-        # Two sequences that compute tokens 5 6 at the same time fill two pages of content 1: the
-        # first one is found by others; its twin has no key, and ends as an empty page.
+        # The content of each full page. Two sequences that compute tokens 5 6 at the same time fill
+        # two pages with content 1. Only the first one is shareable; the second one has no key, and
+        # becomes an empty page when its sequence ends.
         self._numbers: dict[int, int] = {}
-        self._last_content = _NOTHING
-        # Pages that can be shared and have no users.
+        self._last_content = _NO_CONTENT
+        # Shareable pages without users, the least recently used first.
         self._unused: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
-        """The number of free pages."""
+        """The number of pages without users, empty or shareable."""
         return len(self._empty) + len(self._unused)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Return the number of pages for so many tokens."""
+        """Return the number of pages for `num_tokens` tokens."""
         return -(-num_tokens // self.page_tokens)
 
     def take(
         self, tokens: Sequence[int], num_tokens: int, spare: int = 0
     ) -> tuple[list[int], int] | None:
-        """Allocate pages for a sequence that begins with `tokens` and will have `num_tokens`.
+        """Allocate pages for the first `num_tokens` tokens of a sequence that begins with `tokens`.
 
-        Return the pages, and the number of tokens that they hold already. The last token is never
-        among them: its output gives the next token. Return None, and allocate nothing, where not
-        enough pages are free beside `spare` others.
+        Return the pages (its block table), and the number of tokens whose keys and values they
+        already hold. The last of `tokens` is never among those: it has to be computed to get the
+        next token. Return None, and allocate nothing, unless `spare` further pages remain free.
         """
         # Unused pages count as free; those among the shared ones stop being free now.
-        shared = list(self._shared(tokens[:-1]))
+        shared = list(self._find_shared(tokens[:-1]))
         needed = self.pages_for(num_tokens) - len(shared)
         if needed + spare > self.num_free - sum(page in self._unused for page in shared):
             return None
         for page in shared:
             self._num_users[page] += 1
             self._unused.pop(page, None)
-        fresh = [self._fresh() for _ in range(needed)]
-        return shared + fresh, len(shared) * self.page_tokens
+        new_pages = [self._allocate_page() for _ in range(needed)]
+        return shared + new_pages, len(shared) * self.page_tokens
 
     def allocate(self, number: int) -> list[int]:
-        """Allocate more pages for a sequence; they must be free."""
-        return [self._fresh() for _ in range(number)]
+        """Allocate `number` pages for a sequence; so many must be free."""
+        return [self._allocate_page() for _ in range(number)]
 
     def give_back(self, pages: Iterable[int]) -> None:
         """Release the pages of an ended sequence."""
@@ -95,19 +97,19 @@ class PagePool:
                     self._empty.append(page)
 
     def share(self, pages: Sequence[int], tokens: Sequence[int], num_tokens: int) -> None:
-        """Let other sequences share the pages that the computed `num_tokens` of `tokens` fill.
+        """Make full pages shareable, after the first `num_tokens` of `tokens` were computed.
 
-        Pages that were shared before are skipped.
+        `pages` is the block table of the sequence. Pages that are shareable already are skipped.
         """
         size, stop = self.page_tokens, num_tokens // self.page_tokens
-        # The content of a page follows from that of the page before it: begin behind the last page
-        # that has a number already. So a call takes as long as there are new full pages.
+        # A page's content depends on the page before it, so begin behind the last page that has a
+        # content number. The cost of a call is linear in the number of new full pages.
         start = stop
         while start and pages[start - 1] not in self._numbers:
             start -= 1
-        content = self._numbers[pages[start - 1]] if start else _NOTHING
-        for at in range(start, stop):
-            page, key = pages[at], (content, tuple(tokens[at * size : (at + 1) * size]))
+        content = self._numbers[pages[start - 1]] if start else _NO_CONTENT
+        for index in range(start, stop):
+            page, key = pages[index], (content, tuple(tokens[index * size : (index + 1) * size]))
             if key not in self._contents:
                 self._last_content += 1
                 self._contents[key] = page, self._last_content
@@ -115,9 +117,9 @@ class PagePool:
             _, content = self._contents[key]
             self._numbers[page] = content
 
-    def _shared(self, tokens: Sequence[int]) -> Iterator[int]:
-        """Yield the shared pages of the beginning of `tokens`."""
-        content, size = _NOTHING, self.page_tokens
+    def _find_shared(self, tokens: Sequence[int]) -> Iterator[int]:
+        """Yield the shareable pages of the longest prefix of `tokens`, in order."""
+        content, size = _NO_CONTENT, self.page_tokens
         for start in range(0, len(tokens) - size + 1, size):
             key = content, tuple(tokens[start : start + size])
             if key not in self._contents:
@@ -125,13 +127,13 @@ class PagePool:
             page, content = self._contents[key]
             yield page
 
-    def _fresh(self) -> int:
+    def _allocate_page(self) -> int:
+        """Allocate one page: an empty one, or else the least recently used shareable one."""
         if self._empty:
             page = self._empty.popleft()
         else:
-            # When the page of content 1 is evicted, (1, 7 8) → 2 stays in `_contents` until its
-            # page is needed, but is found no more: tokens 5 6 get a new number when they are
-            # computed again.
+            # After the page with content 1 is evicted, the key (1, 7 8) stays in `_contents` until
+            # its page is evicted, too, but is not found: recomputed tokens 5 6 get a new content.
             page, _ = self._unused.popitem(last=False)
             del self._contents[self._keys.pop(page)]
         self._numbers.pop(page, None)

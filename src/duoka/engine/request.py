@@ -1,4 +1,4 @@
-"""Requests to the engine: sampling parameters, and the events of an answer."""
+"""Requests to the engine: their sampling parameters and their results."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ class SamplingParams(Sampling):
     Parameters
     ----------
     temperature, top_p, top_k, max_new_tokens, seed
-        See `Sampling`. An answer with a seed doesn't depend on others that are made at the same
-        time, but for what rounding does where two tokens are as good as equal; without one it gets
-        a seed of its own.
+        See `Sampling`. An answer with a seed doesn't depend on the other requests of a step, except
+        for rounding differences that decide between nearly equal tokens. Without a seed, each
+        answer gets a random one.
     min_p : float
-        Leave tokens out that are less likely than this share of the likeliest one.
+        Exclude tokens whose probability is below `min_p` times that of the likeliest token.
     repetition_penalty : float
-        Logits of tokens that are in the prompt or the answer are divided by it where they are
-        positive, and multiplied where not (Keskar et al., 2019).
+        The logit of each token that is in the prompt or the answer is divided by it if positive,
+        and multiplied by it otherwise (Keskar et al., 2019).
     presence_penalty, frequency_penalty : float
-        What is subtracted from a token's logit once it is in the answer, and for each time it is
-        there.
+        Subtracted from the logit of a token that is in the answer: `presence_penalty` once,
+        `frequency_penalty` for each occurrence.
     logit_bias : mapping of int to float
-        What is added to logits, by token.
+        Added to the logits, by token id.
     stop : tuple of str
-        Texts that end the answer, which doesn't have them.
+        Texts that end the answer; they are removed from it.
     min_new_tokens : int
-        Tokens before which no stop token is chosen, unless a grammar allows nothing else.
+        Tokens to generate before a stop token may be sampled, unless a grammar allows only that.
     grammar : Grammar, optional
-        The grammar of the answer; it fits if it ends with "stop", and not by a text of `stop`.
+        The grammar of the answer. The answer matches it if `finish` is "stop" and no text of
+        `stop` ended the answer.
     logprobs : int, optional
-        Return the log-probability of each token, and of this many of the likeliest tokens, before
-        all other parameters apply.
+        Return the log-probability of each token and of this many likeliest tokens, from the logits
+        before penalties, biases, temperature and all other parameters. None returns none.
     """
 
     min_p: float = 0.0
@@ -89,7 +90,7 @@ class SamplingParams(Sampling):
     def recommended(
         cls, generation_config: Mapping[str, Any] | None, **chosen: Any
     ) -> SamplingParams:
-        """See `Sampling.recommended`; a repetition penalty counts without sampling, too."""
+        """See `Sampling.recommended`; repetition penalty and min_p apply even without sampling."""
         config = generation_config or {}
         for name, largest in (("repetition_penalty", math.inf), ("min_p", 1)):
             value = config.get(name)
@@ -99,13 +100,14 @@ class SamplingParams(Sampling):
 
     @property
     def has_penalties(self) -> bool:
-        """Return True if logits depend on earlier tokens."""
+        """True if a penalty is set, so that logits depend on earlier tokens."""
         return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
     def split(self, n: int) -> list[SamplingParams]:
-        """Return the parameters of n answers to a prompt, with seeds derived from this seed.
+        """Return the parameters of n answers to a prompt, with seeds derived from `seed`.
 
-        The first keeps the seed. Without a seed none has one, and the answers differ anyway.
+        The first answer keeps the seed. If `seed` is None, all stay without a seed; each then gets
+        a random one.
         """
         if n < 1:
             raise UsageError(f"n is {n}; it must be at least 1", hint="use 1 for one answer")
@@ -117,7 +119,7 @@ class SamplingParams(Sampling):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChoice:
-    """A token of an answer, with its log-probability and the likeliest tokens, if wanted."""
+    """A sampled token, with its log-probability and the likeliest tokens if requested."""
 
     token: int
     logprob: float | None = None
@@ -125,11 +127,11 @@ class TokenChoice:
 
 
 Outcome = TokenChoice | Exception | None
-"""The next token after a chunk; None within a prompt; or the reason why it can't be computed."""
+"""The outcome of a chunk: the next token; None if the chunk ends within its prompt; or an error."""
 
 
 class TextPiece(NamedTuple):
-    """A piece of an answer's text, with the tokens since the last piece."""
+    """A piece of an answer's text, with the tokens generated since the previous piece."""
 
     text: str
     tokens: tuple[TokenChoice, ...]
@@ -142,19 +144,20 @@ class Completion:
     Parameters
     ----------
     text : str
-        All that was streamed; of a chat or question without the white space at both ends, unless a
-        grammar has matched it.
+        The generated text. For a chat or question without a grammar, white space is stripped from
+        both ends.
     tokens : tuple of TokenChoice
-        All of it; the token that ended it isn't there.
+        The generated tokens, without the stop token that ended the answer.
     prompt_tokens, shared_tokens : int
-        Of the prompt, and those of them that were in the cache already.
+        The number of the prompt's tokens, and how many of them were in the KV cache already.
     finish : {"stop", "length", "cancelled"}
-        Whether the model or what was asked ended it, a limit, or who asked. What a limit ends may
-        be within its grammar.
+        The reason for the end: a stop token, a stop text or the end of the grammar ("stop"), the
+        limit of tokens ("length"), or `Stream.cancel` ("cancelled"). Unless "stop", the answer may
+        not match its grammar.
     stop_text : str, optional
-        Which of the texts to stop at has ended it, where one has.
+        The text of `stop` that ended the answer; None if no such text did.
     asked_at, first_token_at, ended_at : float
-        When, in seconds of `time.monotonic`; no first token where there is none.
+        Times in seconds of `time.monotonic`. `first_token_at` is None without a token.
     """
 
     text: str

@@ -1,9 +1,9 @@
-"""Sampling: a token for each row of logits, each row by its own parameters.
+"""Sampling: a token for each row of logits, each row with its own parameters.
 
-The random number of a row follows from its seed and its position in the generation alone, so that a
-generation doesn't depend on the others of a step. The token is drawn in whose share of the
-probabilities, in falling order, that number falls. The parameters of a row are small, plain data:
-they go to another process in each step.
+The random number of a row depends only on its seed and its position in the generation, so a
+generation doesn't depend on the other rows of a step. Tokens are drawn by inverse transform
+sampling (`runtime.draw`). The parameters of a row are small, plain data, since they are sent to
+another process in each step.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from .request import SamplingParams, TokenChoice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRow:
-    """The parameters by which a row of logits is sampled.
+    """The parameters for sampling one row of logits.
 
     Parameters
     ----------
     params : SamplingParams
-        Without stop texts and grammar, which aren't needed here.
+        Without `stop` and `grammar`, which sampling doesn't need.
     seed : int
     place : int
-        The number of generated tokens so far.
+        The position of the token to sample: the number of generated tokens so far.
     prompt, answer : sequence of int
-        The tokens so far, where penalties depend on them.
+        The tokens so far; empty if no penalty depends on them.
     banned : sequence of int
-        Tokens that are sampled only where no other token is allowed.
+        Tokens to sample only if `allowed` permits no others.
     allowed : bytes, optional
-        The only tokens to sample: a bit for each token, the lowest of a byte first.
+        Bit mask of the tokens that may be sampled, the lowest bit of a byte first; None for all.
     """
 
     params: SamplingParams
@@ -58,29 +58,29 @@ class SamplingRow:
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[TokenChoice]:
     """Sample a token for each row of logits, [rows, vocabulary]."""
-    # The order: raw logits → penalties, biases, banned tokens → grammar → argmax; and where a row
-    # is drawn, temperature → top-k → top-p and min-p → the row's number. Log-probabilities are of
-    # raw logits.
+    # Order: raw logits → penalties, biases, banned tokens → grammar mask → argmax for greedy rows;
+    # for others temperature → top-k → top-p and min-p → draw by the row's random number.
+    # Log-probabilities are those of the raw logits.
     raw = logits.float()
     changed = raw
     if any(row.changes_logits for row in rows):
         changed, vocabulary = raw.clone(), logits.shape[-1]
-        changes = [_changes(row, vocabulary) for row in rows]
+        changes = [_collect_changes(row, vocabulary) for row in rows]
         change(changed, [(at, *pair) for at, row in enumerate(changes) for pair in row.items()])
         if any(row.allowed is not None for row in rows):
-            mask(changed, _octets(rows, vocabulary))
+            mask(changed, _join_masks(rows, vocabulary))
     tokens = changed.argmax(dim=-1)
     drawn = [not row.params.is_greedy for row in rows]
     if any(drawn):
         is_drawn = torch.tensor(drawn, device=raw.device)
         tokens = torch.where(is_drawn, _draw(changed, rows), tokens)
-    return _choices(raw, tokens, rows)
+    return _make_choices(raw, tokens, rows)
 
 
-def _changes(row: SamplingRow, vocabulary: int) -> dict[int, LogitChange]:
-    """Collect the changes of a row's logits by penalties and biases, by token."""
-    # A token with logit 2, which is in the prompt and twice in the answer, with penalties of 1.25
-    # (repetition), 0.5 (presence), 0.25 (frequency) and a bias of 1, becomes
+def _collect_changes(row: SamplingRow, vocabulary: int) -> dict[int, LogitChange]:
+    """Collect the changes of a row's logits by penalties, biases and bans, by token id."""
+    # Example: a token has logit 2, and is in the prompt and twice in the answer. With penalties of
+    # 1.25 (repetition), 0.5 (presence), 0.25 (frequency) and a bias of 1, its logit becomes
     #     2 / 1.25 - (0.5 + 2 * 0.25) + 1 = 1.6
     params = row.params
     changes: dict[int, LogitChange] = {}
@@ -88,20 +88,21 @@ def _changes(row: SamplingRow, vocabulary: int) -> dict[int, LogitChange]:
         changes |= dict.fromkeys((*row.prompt, *row.answer), LogitChange(params.repetition_penalty))
     for token, times in Counter(row.answer).items() if params.has_penalties else ():
         penalty = params.presence_penalty + params.frequency_penalty * times
-        changes[token] = _add(changes.get(token), -penalty)
+        changes[token] = _add_to_change(changes.get(token), -penalty)
     for token, bias in params.logit_bias.items():
-        changes[token] = _add(changes.get(token), bias)
+        changes[token] = _add_to_change(changes.get(token), bias)
     changes |= dict.fromkeys(row.banned, BANNED)
     return {token: change for token, change in changes.items() if 0 <= token < vocabulary}
 
 
-def _add(change: LogitChange | None, addend: float) -> LogitChange:
+def _add_to_change(change: LogitChange | None, addend: float) -> LogitChange:
+    """Add a number to a change of a logit; None stands for no change yet."""
     change = change or LogitChange()
     return LogitChange(change.divisor, change.addend + addend)
 
 
-def _octets(rows: Sequence[SamplingRow], vocabulary: int) -> bytes:
-    """Join the bits of the allowed tokens of each row; all tokens where a row has no bits."""
+def _join_masks(rows: Sequence[SamplingRow], vocabulary: int) -> bytes:
+    """Join the rows' masks, each padded or cut to the vocabulary; a row without one allows all."""
     size = -(-vocabulary // 8)
     masks = (row.allowed for row in rows)
     return b"".join(
@@ -110,10 +111,11 @@ def _octets(rows: Sequence[SamplingRow], vocabulary: int) -> bytes:
 
 
 def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Draw a token of each row at random, by its probability among the remaining tokens."""
+    """Draw a token for each row after temperature, top-k, top-p and min-p."""
     device = logits.device
 
     def column(values: Sequence[float]) -> Tensor:
+        """Make a tensor [rows, 1]."""
         return torch.tensor(values, device=device, dtype=torch.float32)[:, None]
 
     return draw(
@@ -122,20 +124,20 @@ def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         top_k=column([row.params.top_k or logits.shape[-1] for row in rows]),
         top_p=column([row.params.top_p for row in rows]),
         min_p=column([row.params.min_p for row in rows]),
-        numbers=column([_uniform(row.seed, row.place) for row in rows]),
+        numbers=column([_random_number(row.seed, row.place) for row in rows]),
     )
 
 
-# A generator with a state would make a generation depend on which other rows were drawn before.
-# Python seeds with a text by its SHA-512: the number is the same in every process, whatever
+# A shared generator with state would make a generation depend on the rows drawn before. Python
+# hashes a text seed with SHA-512, so the number is the same in every process, whatever
 # PYTHONHASHSEED is.
-def _uniform(seed: int, place: int) -> float:
-    """Return a number from 0 to below 1 that follows from the two alone."""
+def _random_number(seed: int, place: int) -> float:
+    """Return a random number in [0, 1) that depends only on the seed and the position."""
     return random.Random(f"{seed}/{place}").random()
 
 
-def _choices(raw: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) -> list[TokenChoice]:
-    """Make the outcomes of tokens, with log-probabilities where they are requested."""
+def _make_choices(raw: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) -> list[TokenChoice]:
+    """Make a `TokenChoice` for each row, with log-probabilities of raw logits if requested."""
     ids: list[int] = tokens.tolist()
     reported = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
     choices = [TokenChoice(token=token) for token in ids]

@@ -17,23 +17,25 @@ from .request import Completion, Finish, SamplingParams, TextPiece, TokenChoice
 from .sampler import SamplingRow
 
 Event = TextPiece | Completion | Exception
-"""An event of a generation: more of its text, all of it at the end, or an error."""
+"""An event of a generation: a piece of its text; at the end, the completion or an error."""
 
 
 _numbers = count()
 _NO_RULES = GenerationRules()
 
 
-# A prompt of 5 tokens with 2 generated ones, of which the last is in a step:
+# Example: a prompt of 5 tokens with 2 generated ones, of which the last is in a step:
 #
 #     tokens      p p p p p g g    num_tokens 7
-#     computed    6                keys and values in pages; is_decoding
+#     computed    6                keys and values are in pages; is_decoding
 #     scheduled   7                taken by steps; is_in_step, num_left 0
 class Sequence:
-    """A prompt and the tokens generated so far, by parameters with a seed and a number of tokens.
+    """A request in progress: its prompt, the tokens generated so far, and its pages.
 
-    `computed` counts the tokens whose keys and values are in `pages`, `scheduled` the tokens that
-    steps have taken: computed ≤ scheduled ≤ num_tokens.
+    `params` must have a seed and `max_new_tokens`. `computed` counts the tokens whose keys and
+    values are in `pages`, `scheduled` the tokens that are in a step or computed: computed ≤
+    scheduled ≤ num_tokens. `shared_tokens` counts the prompt's tokens that were found in shared
+    pages.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class Sequence:
         self._seed = params.seed
         self._rules = rules
         self._matcher = matcher
-        # A row goes to another process in each step, where these aren't needed.
+        # Rows are sent to another process in each step, which doesn't need grammar and stop texts.
         self._row_params = replace(params, grammar=None, stop=())
         self._stop_ids = stop_ids
         self._choices: list[TokenChoice] = []
@@ -74,34 +76,34 @@ class Sequence:
         self._asked_at = time.monotonic()
         self._first_token_at: float | None = None
         self._text = ""
-        self._stop_text: str | None = None  # the stop text that has ended it
+        self._stop_text: str | None = None  # the stop text that ended the generation
         self._has_ended = False
-        self._num_sent = 0  # characters of the text
-        self._num_told = 0  # tokens
+        self._num_sent = 0  # characters of `_text`
+        self._num_sent_tokens = 0  # tokens of `_choices`
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of prompt and generation so far."""
+        """The number of tokens so far, prompt and generated."""
         return len(self.tokens)
 
     @property
     def num_left(self) -> int:
-        """The number of tokens not yet taken by a step."""
+        """The number of tokens neither computed nor in a step."""
         return self.num_tokens - self.scheduled
 
     @property
     def is_decoding(self) -> bool:
-        """True while decoding: all tokens but the last have been computed."""
+        """True while decoding: all tokens but the last are computed."""
         return self.num_tokens - self.computed == 1
 
     @property
     def is_in_step(self) -> bool:
-        """True while a step computes some of its tokens."""
+        """True while a step in flight computes tokens of the sequence."""
         return self.scheduled > self.computed
 
     @property
     def row(self) -> SamplingRow:
-        """The parameters by which its next token is sampled."""
+        """The parameters for sampling the next token."""
         params, place, rules = self._row_params, len(self._answer), self._rules
         banned = rules.banned(self.prompt, self._answer, self._stop_ids)
         if place < params.min_new_tokens:
@@ -120,7 +122,7 @@ class Sequence:
         )
 
     def add(self, choice: TokenChoice) -> Finish | None:
-        """Add the next token; return the reason if the generation ends with it."""
+        """Add the next token; return the finish reason if the generation ends, otherwise None."""
         place, matcher = len(self._answer), self._matcher
         can_end = place >= self.params.min_new_tokens or matcher is not None
         if choice.token in self._stop_ids and can_end:
@@ -131,7 +133,7 @@ class Sequence:
         self._answer.append(choice.token)
         self.tokens.append(choice.token)
         self._text += self._detokenizer.add(choice.token)
-        if self._is_at_stop_text():
+        if self._cut_stop_text():
             return "stop"
         is_forced = self._rules.forced(self.prompt, place, is_last=False) is not None
         if matcher is not None and not is_forced:
@@ -139,16 +141,16 @@ class Sequence:
             if matcher.is_complete:
                 return "stop"
         is_last = len(self._answer) == self.max_new_tokens
-        self._report(self._num_safe())
+        self._send_text(self._count_sendable())
         return "length" if is_last else None
 
     def finish(self, reason: Finish) -> None:
-        """Report the end of the generation."""
+        """Send the rest of the text and the completion; `reason` is why the generation ended."""
         if self._stop_text is None:
             self._text += self._detokenizer.finish()
-            self._is_at_stop_text()
-        self._report(len(self._text))
-        self._end(
+            self._cut_stop_text()
+        self._send_text(len(self._text))
+        self._send_last(
             Completion(
                 text=self._text,
                 tokens=tuple(self._choices),
@@ -163,29 +165,31 @@ class Sequence:
         )
 
     def fail(self, error: Exception) -> None:
-        """Report why the generation failed."""
-        self._end(error)
+        """Send the error with which the generation failed."""
+        self._send_last(error)
 
-    def _end(self, event: Completion | Exception) -> None:
-        if self._has_ended:  # reporting the end has failed
+    def _send_last(self, event: Completion | Exception) -> None:
+        """Send the last event, once."""
+        if self._has_ended:  # the callback of the last event has raised an error
             return
         self._has_ended = True
         if self._on_event is not None:
             self._on_event(event)
 
-    def _is_at_stop_text(self) -> bool:
-        """Return True if the text has reached a stop text, and cut the stop text off."""
-        found_at = [(self._text.find(text), text) for text in self.params.stop]
-        places = [(place, text) for place, text in found_at if place >= 0]
-        if places:
-            place, self._stop_text = min(places)
+    def _cut_stop_text(self) -> bool:
+        """Return True if the text contains a stop text; cut the text off before the first one."""
+        starts = [(self._text.find(text), text) for text in self.params.stop]
+        matches = [(place, text) for place, text in starts if place >= 0]
+        if matches:
+            place, self._stop_text = min(matches)
             self._text = self._text[:place]
         return self._stop_text is not None
 
-    def _num_safe(self) -> int:
-        """Count the characters of the text that can't be the beginning of a stop text."""
-        # With the stop text "ENDE" of the text "…an EN" the last two characters are held back: they
-        # may become "ENDE". The longest end of the text that begins a stop text counts.
+    def _count_sendable(self) -> int:
+        """Count the characters to send now: all but a suffix that may begin a stop text."""
+        # With the stop text "ENDE" and the text "…an EN", the last two characters are held back,
+        # since they may become "ENDE". `num_held` is the longest suffix of the text that begins a
+        # stop text.
         num_held = 0
         for stop in self.params.stop:
             for size in range(min(len(stop) - 1, len(self._text)), num_held, -1):
@@ -194,9 +198,10 @@ class Sequence:
                     break
         return len(self._text) - num_held
 
-    def _report(self, end: int) -> None:
+    def _send_text(self, end: int) -> None:
+        """Send the unsent text up to character `end`, with all unsent tokens."""
         if end > self._num_sent:
-            tokens = tuple(self._choices[self._num_told :])
+            tokens = tuple(self._choices[self._num_sent_tokens :])
             if self._on_event is not None:
                 self._on_event(TextPiece(self._text[self._num_sent : end], tokens))
-            self._num_sent, self._num_told = end, len(self._choices)
+            self._num_sent, self._num_sent_tokens = end, len(self._choices)

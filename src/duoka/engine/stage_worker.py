@@ -1,4 +1,4 @@
-"""The worker process of a device, with its stages: ``python -m duoka.engine``."""
+"""The worker process of one device, which computes its stages: ``python -m duoka.engine``."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ _BEAT_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class EngineStep:
-    """Chunks of different sequences that are computed at once; `number` identifies the step.
+    """A step: chunks of different sequences to compute at once; `number` identifies the step.
 
-    With a `size` it has no chunks: padding is computed, to see whether there is memory.
+    A trial step has a `size` and no chunks: it computes padding, to allocate the needed memory.
     """
 
     number: int
@@ -57,10 +57,10 @@ class EngineStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """The settings that all worker processes share.
+    """The common settings of all worker processes.
 
-    `memory` carries tensors between the processes (`stages.shared_memory`); `adapter`, in native
-    form, is added to the weights.
+    `memory` is the shared memory for activations sent between stages; `adapter`, in native form, is
+    merged into the weights.
     """
 
     plan: Plan
@@ -72,7 +72,7 @@ class WorkerSettings:
 
 
 class StageReport(NamedTuple):
-    """The failure of a step in a process, or its outcomes in the last stage."""
+    """The error of a step in one stage, or the step's outcomes from the last stage."""
 
     number: int
     outcome: list[Outcome] | Exception
@@ -80,7 +80,7 @@ class StageReport(NamedTuple):
 
 
 class _StageWorker:
-    """The stages of the process of a rank, whose sockets lead to the other processes."""
+    """The model's stages on the device of a rank; `sockets` connect the other workers, by rank."""
 
     def __init__(self, settings: WorkerSettings, rank: int, sockets: Sequence[int]) -> None:
         plan, names, device = settings.plan, settings.routes.devices, settings.plan.devices[rank]
@@ -88,7 +88,7 @@ class _StageWorker:
         self._device = torch.device(device)
         devices.make_current(self._device)
         checkpoint = Checkpoint.open(plan.source, trust_remote_code=settings.trust_remote_code)
-        plan.refuse_other(checkpoint.fingerprint, plan.source)  # it may be started again much later
+        plan.refuse_other(checkpoint.fingerprint, plan.source)  # the files may have changed
         model = build_model(checkpoint, plan.workload)
         load_weights(model, checkpoint, plan.placement, only=self._device)
         if settings.adapter is not None:
@@ -103,37 +103,39 @@ class _StageWorker:
         self._stages = [stage for stage, name in enumerate(names) if name == device]
         self._memory, self._rank = settings.memory, rank
         self._busy_seconds = 0.0
-        # A plan may come back to this device (a head tied to the embedding): with the stages 0 and
-        # 2 here step n is kept as (n, 2) after stage 0. A new step of the driver goes first, so
-        # that no other device waits for this one; else the oldest kept stage is computed.
-        self._later: deque[tuple[EngineStep, PagedStep, int]] = deque()
+        # Several stages may be on this device (a head tied to the embedding). With stages 0 and 2
+        # here, step n waits as (n, 2) after stage 0. The first stage of a new step comes before
+        # waiting stages, so that no other device waits for this one; otherwise the oldest goes
+        # next.
+        self._waiting_stages: deque[tuple[EngineStep, PagedStep, int]] = deque()
 
     def serve(self, driver: Connection) -> None:
         """Compute steps until the driver sends None."""
         first_stage, *later_stages = self._stages
         while True:
-            while self._later and not driver.poll():
-                self._visit(driver, *self._later.popleft())
+            while self._waiting_stages and not driver.poll():
+                self._compute(driver, *self._waiting_stages.popleft())
             step: EngineStep | None = driver.recv()
             if step is None:
-                self._note_peaks()
+                self._write_peaks()
                 return
             paged = self._paged.step(step.chunks, step.size)
-            self._later.extend((step, paged, stage) for stage in later_stages)
-            self._visit(driver, step, paged, first_stage)
+            self._waiting_stages.extend((step, paged, stage) for stage in later_stages)
+            self._compute(driver, step, paged, first_stage)
 
-    def _note_peaks(self) -> None:
+    def _write_peaks(self) -> None:
+        """Write busy seconds and peak memory to shared memory."""
         peaks = devices.peak_bytes(self._device)
         if peaks is not None:
             notes = Notes(self._busy_seconds, peaks.allocated_bytes, peaks.reserved_bytes)
             self._memory.note(self._rank, notes)
 
     @torch.no_grad()
-    def _visit(self, driver: Connection, step: EngineStep, paged: PagedStep, stage: int) -> None:
-        """Compute a stage of a step, and report its outcome."""
-        # A step that fails must not stop the others in flight: no stage may wait for tensors that
-        # never come. So a stage that fails tells the driver first, and then takes part in the
-        # step's transfers all the same: it receives what was sent to it, and sends zeros. Later
+    def _compute(self, driver: Connection, step: EngineStep, paged: PagedStep, stage: int) -> None:
+        """Compute a stage of a step; report an error, or the outcomes if it is the last stage."""
+        # A failed step must not block other steps in flight: no stage may wait for tensors that
+        # never arrive. So a failing stage first reports the error to the driver, and then still
+        # does the step's transfers (`abandon`): it receives its inputs and sends zeros. Later
         # stages compute with the zeros, and the driver drops their outcomes.
         route = self._routes.at(paged.num_tokens, len(paged.last_rows))
         micro_batch = StageMicroBatch(
@@ -149,19 +151,19 @@ class _StageWorker:
                     draw_in_every_way(logits)
                 outcomes = outcomes_of(step.chunks, logits)
                 driver.send(StageReport(step.number, outcomes, is_last))
-        except (EOFError, OSError):  # another process is lost
+        except (EOFError, OSError):  # the connection to another process is lost
             raise
-        except Exception as error:  # whatever the model's code raises fails the step alone
+        except Exception as error:  # any error of the model's code fails only this step
             lost = find_lost_gpu(error, str(self._device))
             failure = lost or make_portable(explain(error, self.publisher))
-            failure.__traceback__ = None  # which holds what was on the device
+            failure.__traceback__ = None  # its frames hold tensors on the device
         seconds = time.perf_counter() - begin - (self._channel.waited_seconds - waited)
         self._busy_seconds += seconds
         if step.size is None:
             self._memory.note(self._rank, Notes(self._busy_seconds))
         else:
-            self._note_peaks()
-        if failure is not None:  # which the driver knows before anything more comes of the step
+            self._write_peaks()
+        if failure is not None:  # must reach the driver before later stages' reports
             driver.send(StageReport(step.number, failure, is_last))
             if isinstance(failure, GpuLostError):
                 raise failure
@@ -171,16 +173,17 @@ class _StageWorker:
 
 
 def main() -> None:
-    """Run the worker process."""
+    """Run the worker process of a rank."""
     run_with_channel(_serve)
 
 
 def _serve(driver: Connection) -> None:
+    """Load the rank's stages, report success or the error to the driver, then compute steps."""
     settings, rank, sockets = driver.recv()
-    threading.Thread(target=_beat, args=(settings.memory, rank), daemon=True).start()
+    threading.Thread(target=_run_heartbeat, args=(settings.memory, rank), daemon=True).start()
     try:
         worker = _StageWorker(settings, rank, sockets)
-    except Exception as error:  # whatever the model's code raises: the driver raises it
+    except Exception as error:  # any error of the model's code, which the driver raises
         lost = find_lost_gpu(error, settings.plan.devices[rank])
         driver.send((None, lost or make_portable(error)))
         return
@@ -190,8 +193,8 @@ def _serve(driver: Connection) -> None:
         worker.serve(driver)
 
 
-def _beat(memory: SharedMemory, rank: int) -> None:
-    """Change the number of this process's signs of life regularly."""
+def _run_heartbeat(memory: SharedMemory, rank: int) -> None:
+    """Increment the heartbeat of this process in shared memory, four times a second."""
     for number in count(1):
         memory.beat(rank, number)
         time.sleep(_BEAT_SECONDS)

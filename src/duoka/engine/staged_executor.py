@@ -1,8 +1,8 @@
 """The executor of a plan on several devices: a worker process for the stages of each device.
 
-The driver, this process, has neither weights nor a GPU: it sends each step to every worker, and
-receives the outcome from the last stage. Steps follow one another through the stages. The loss of a
-worker, or its silence, ends the other workers and the executor.
+The driver (this process) has neither weights nor a GPU. It sends each step to every worker, and
+receives the outcome from the last stage. Several steps are in flight, in different stages. If a
+worker is lost or stops responding, the other workers and the executor end.
 """
 
 from __future__ import annotations
@@ -35,46 +35,48 @@ from .executor import Result
 from .stage_worker import EngineStep, StageReport, WorkerSettings
 
 _MODULE = "duoka.engine"
-# A step that takes so many times as long as reading all prompts at once does by the forecast hangs;
-# and one that takes so many seconds where that is less, or nothing is forecast.
+# Without any report from a worker for this long, a step counts as hanging: `_TIMES` the forecast
+# time to first token, at least `_MIN_SECONDS`; `_UNKNOWN_SECONDS` without a forecast.
 _TIMES, _MIN_SECONDS, _UNKNOWN_SECONDS = 100.0, 60.0, 900.0
 _GRACE_SECONDS = 2.0
-# Before its first sign of life a process imports torch, which can take long on a slow disk.
+# Before its first heartbeat a worker imports torch, which can take long on a slow disk.
 _IMPORT_SECONDS = 300.0
 
 
 class WorkerError(MachineError):
-    """The loss of a worker of the engine, or a step without an end."""
+    """A worker process was lost or is silent, or a step hangs."""
 
 
-# Three stages on three GPUs. A step goes to every worker; hidden states go from stage to stage, and
-# tokens come back, which the last stage has sampled:
+# Three stages on three GPUs. The driver sends a step to every worker; activations are sent from
+# stage to stage, and the last stage samples tokens and sends them back:
 #
 #     driver ── step n ──▶ worker 0    worker 1    worker 2
 #                          stage 0 ──▶ stage 1 ──▶ stage 2 ── tokens of step n ──▶ driver
 #
-# `submit` doesn't wait: up to `num_steps` steps are in flight. Each worker computes a stage's steps
-# in the order in which they were sent, so results come in that order, too. A place in shared memory
-# is used again `num_steps` steps later, when the step that used it has had its result.
+# `submit` doesn't wait: up to `num_steps` steps are in flight. Each worker computes the steps of a
+# stage in the order of submission, so results come in that order, too. A slot in shared memory is
+# reused `num_steps` steps later, when the result of the step that used it has arrived.
 class StagedExecutor:
-    """Computes steps in a process for each device; see `Executor`.
+    """Computes steps in one worker process per device; see `Executor`.
 
     Parameters
     ----------
     plan : Plan
-        Of several devices, proved.
+        A proved plan for several devices.
     capacity : Capacity
     routes : Routes
-        Of the model's steps.
+        The tensors sent between stages in a step, by step size.
     warm_up : {"first", "largest", "every"}
-        Which steps are computed before anybody asks.
+        The steps to run before the first request.
     trust_remote_code, adapter
         As for `load`; the adapter in native form.
 
     Raises
     ------
     DuokaError
-        Why a process couldn't load its part.
+        The error of a worker that can't load its stages.
+    MachineError
+        If processes can't be started, or a warm-up step fails.
     """
 
     is_paged = True
@@ -98,9 +100,9 @@ class StagedExecutor:
         self._numbers = count()
         self._failures: dict[int, Exception] = {}
         self._results: deque[Result] = deque()
-        # Steps on their way, and when one was last heard of.
-        self._num_open, self._heard_at = 0, 0.0
-        # Signs of life as they were when all had changed, and for how long one hasn't.
+        # The number of steps in flight, and when a step was last submitted or reported on.
+        self._num_in_flight, self._last_activity_at = 0, 0.0
+        # The heartbeats when last all of them had changed, and for how long one of them hasn't.
         self._beats: list[int] = []
         self._silence, self._next_look = SilenceCounter(), 0.0
         self._resources = ExitStack()
@@ -115,10 +117,10 @@ class StagedExecutor:
                 routes=routes,
                 memory=self._memory,
             )
-            self._load(settings, self._start_workers(len(plan.devices)))
-            self._try_out(FIRST)
+            self._load_workers(settings, self._start_workers(len(plan.devices)))
+            self._run_trial_step(FIRST)
             for size in self.capacity.warm_up_steps(warm_up, self._reserved_bytes):
-                self._try_out(size)
+                self._run_trial_step(size)
         except BaseException as error:
             self.close()
             if not isinstance(error, OSError):
@@ -129,17 +131,17 @@ class StagedExecutor:
             ) from error
 
     def start(self) -> None:
-        """See `Executor`: the processes have warmed up."""
+        """See `Executor`; the constructor has warmed up the workers already."""
 
     def _shared_memory(self, routes: Routes) -> SharedMemory:
-        """Allocate the shared memory for the largest step."""
+        """Allocate shared memory for the largest step."""
         capacity = self.capacity
         most_tokens = capacity.tokens(max(capacity.step_tokens, capacity.sequences))
         largest = routes.at(most_tokens, capacity.logits(capacity.sequences))
         return SharedMemory(largest, self.num_steps, len(self._plan.devices))
 
     def _start_workers(self, number: int) -> list[list[int]]:
-        """Start the workers; return the sockets between them, by rank."""
+        """Start the workers; return the descriptors of each rank's sockets to the other ranks."""
         with ExitStack() as for_workers:
             sockets = connect(number)
             descriptors = [[end for end in ends if end >= 0] for ends in sockets]
@@ -153,10 +155,10 @@ class StagedExecutor:
         return sockets
 
     def submit(self, chunks: Sequence[Chunk], size: StepSize | None = None) -> None:
-        """See `Executor`; with a size, compute a step of padding."""
+        """See `Executor`; with a size and no chunks, submit a trial step of padding."""
         message = pickle.dumps(EngineStep(next(self._numbers), chunks, size))
-        self._num_open, self._heard_at = self._num_open + 1, time.monotonic()
-        with suppress(OSError):  # a process is gone, which `wait` tells
+        self._num_in_flight, self._last_activity_at = self._num_in_flight + 1, time.monotonic()
+        with suppress(OSError):  # a worker is lost; `wait` raises the error
             for driver in self._drivers:
                 driver.send_bytes(message)
 
@@ -166,9 +168,9 @@ class StagedExecutor:
         Raises
         ------
         WorkerError
-            If a process has ended or is stopped, or a step doesn't end.
+            If a worker has ended or doesn't respond, or a step hangs.
         GpuLostError
-            If the GPU of a process has failed.
+            If the GPU of a worker has failed.
         """
         try:
             return self._wait()
@@ -177,27 +179,28 @@ class StagedExecutor:
             raise
 
     def _wait(self) -> Result | None:
+        """Do the work of `wait`, without closing resources after an error."""
         while not self._results:
             ready = wait([*self._drivers, self._woken], LOOK_SECONDS)
             for rank, driver in enumerate(self._drivers):
                 if driver in ready:
-                    self._take(rank)
-            self._look()
+                    self._receive_report(rank)
+            self._check_workers()
             if self._woken in ready:
                 os.read(self._woken, 2**16)
                 if not self._results:
                     return None
-        self._num_open -= 1
+        self._num_in_flight -= 1
         return self._results.popleft()
 
-    def _look(self) -> None:
-        """Raise WorkerError where a worker is silent, or a step takes too long."""
+    def _check_workers(self) -> None:
+        """Raise WorkerError if a worker doesn't respond, or a step takes too long."""
         now = time.monotonic()
         if now < self._next_look:
             return
-        # Each worker changes a number in shared memory four times a second. `_beats` has those of
-        # the last look at which all had changed: a worker whose number is the same is silent, also
-        # where its channel is open and other workers go on.
+        # Each worker increments its heartbeat in shared memory four times a second. `_beats` are
+        # the heartbeats at the last check at which all had changed. A worker with the same
+        # heartbeat is silent, even if its channel is open and other workers continue.
         self._next_look = now + LOOK_SECONDS
         beats = self._memory.beats()
         silent = [rank for rank, beat in enumerate(self._beats) if beat == beats[rank]]
@@ -210,7 +213,7 @@ class StagedExecutor:
                 f"{seconds:.0f} seconds",
                 hint="check whether it was stopped (SIGSTOP), or the machine is swapping",
             )
-        if self._num_open and now - self._heard_at > self._step_limit:
+        if self._num_in_flight and now - self._last_activity_at > self._step_limit:
             raise WorkerError(
                 f"a step hasn't finished within {self._step_limit:.0f} seconds",
                 hint="check the state of the GPUs and other programs on them: `nvidia-smi`",
@@ -218,14 +221,14 @@ class StagedExecutor:
 
     def wake(self) -> None:
         """See `Executor`."""
-        with suppress(BlockingIOError):  # it has been woken often enough
+        with suppress(BlockingIOError):  # the pipe is full, so `wait` will return anyway
             os.write(self._waker, b"!")
 
     def forget(self, sequence: int) -> None:
-        """See `Executor`: nothing is kept of a sequence but its pages."""
+        """See `Executor`; no state is kept for a sequence besides its pages."""
 
     def busy_seconds(self) -> dict[str, float]:
-        """See `Executor`: since the processes were started."""
+        """See `Executor`; from shared memory, since the workers were started."""
         pairs = zip(self._plan.devices, self._memory.notes(), strict=True)
         return {device: notes.busy_seconds for device, notes in pairs}
 
@@ -243,6 +246,7 @@ class StagedExecutor:
         ]
 
     def _end_workers(self) -> None:
+        """Tell the workers to end, and kill those that are left after the grace period."""
         for driver in self._drivers:
             with suppress(OSError):
                 driver.send(None)
@@ -254,21 +258,23 @@ class StagedExecutor:
         os.close(self._waker)
         os.close(self._woken)
 
-    def _load(self, settings: WorkerSettings, sockets: Sequence[Sequence[int]]) -> None:
+    def _load_workers(self, settings: WorkerSettings, sockets: Sequence[Sequence[int]]) -> None:
+        """Send the settings to the workers, wait until all have loaded; raise a worker's error."""
         for rank, driver in enumerate(self._drivers):
-            with self._watched(rank):
+            with self._raising_losses(rank):
                 driver.send_bytes(pickle.dumps((settings, rank, sockets[rank])))
         for rank, driver in enumerate(self._drivers):
-            with self._watched(rank):
+            with self._raising_losses(rank):
                 while not driver.poll(LOOK_SECONDS):
-                    self._look()
+                    self._check_workers()
                 message = driver.recv()
             open_result(message)
 
-    def _try_out(self, size: StepSize) -> None:
+    def _run_trial_step(self, size: StepSize) -> None:
+        """Run a trial step of padding; raise MachineError if it fails."""
         self.submit([], size)
         while (result := self._wait()) is None:
-            pass  # somebody asks already
+            pass  # woken by a request that is already queued
         if isinstance(result, Exception):
             raise MachineError(
                 f"a step of {size.tokens} tokens fails: {str(result)[:300]}",
@@ -277,29 +283,33 @@ class StagedExecutor:
             ) from result
 
     def _reserved_bytes(self) -> int:
+        """Return the peak bytes reserved on all devices together."""
         return sum(notes.reserved_bytes for notes in self._memory.notes())
 
-    def _take(self, rank: int) -> None:
-        """Take the report of a worker."""
-        with self._watched(rank):
+    def _receive_report(self, rank: int) -> None:
+        """Receive a worker's report; add the step's result if it is from the last stage.
+
+        Raises GpuLostError if that is what the worker reports.
+        """
+        with self._raising_losses(rank):
             report: StageReport = self._drivers[rank].recv()
-        self._heard_at = time.monotonic()
+        self._last_activity_at = time.monotonic()
         if isinstance(report.outcome, GpuLostError):
             raise report.outcome
         if isinstance(report.outcome, Exception):
             self._failures.setdefault(report.number, report.outcome)
         if not report.is_last:
             return
-        # An earlier stage that fails reports before the last stage does, but on a channel of its
-        # own: the other channels are read before the step counts as computed.
+        # A failing earlier stage reports before the last stage does, but on another channel. So
+        # read the other channels before the last stage's outcomes become the result.
         for peer, driver in enumerate(self._drivers):
             while peer != rank and driver.poll():
-                self._take(peer)
+                self._receive_report(peer)
         self._results.append(self._failures.pop(report.number, report.outcome))
 
     @contextmanager
-    def _watched(self, rank: int) -> Iterator[None]:
-        """Raise WorkerError with the device of the lost worker where its channel breaks."""
+    def _raising_losses(self, rank: int) -> Iterator[None]:
+        """Raise WorkerError with the lost device if a rank's channel breaks inside the block."""
         try:
             yield
         except (EOFError, OSError) as error:
@@ -312,7 +322,7 @@ class StagedExecutor:
 
 
 def _step_limit_seconds(plan: Plan) -> float:
-    """Return the seconds after which a step counts as hanging."""
+    """Return the seconds without a report after which a step counts as hanging; see `_TIMES`."""
     seconds = plan.forecast.seconds
     if seconds is None or seconds.first_token_seconds is None:
         return _UNKNOWN_SECONDS

@@ -1,4 +1,4 @@
-"""Measuring the speed of generations."""
+"""Measure the speed of generations."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from .request import Completion
 
 
 def measured(answers: Sequence[Completion], peaks: Sequence[PeakBytes]) -> Measured:
-    """Summarize generations, with the memory peaks of an engine that has been closed."""
+    """Summarize the speed of generations; `peaks` are the peak memory of a closed engine.
+
+    Seconds and rates are None if no generation has produced a token.
+    """
     started = [(a, a.first_token_at) for a in answers if a.first_token_at is not None]
     waits = [start - answer.asked_at for answer, start in started]
-    # The union of the intervals in which tokens came.
+    # `seconds`: the length of the union of the intervals from first token to end.
     seconds, until = 0.0, float("-inf")
     for start, end in sorted((start, answer.ended_at) for answer, start in started):
         seconds += max(0.0, end - max(start, until))

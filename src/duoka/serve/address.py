@@ -1,4 +1,4 @@
-"""The address of a server, and the key of its clients."""
+"""The address of a server, and the API key for its clients."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from duoka.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """The address of a server, and the key of its clients.
+    """The address of a server, and the API key for its clients.
 
     Parameters
     ----------
     host : str
     port : int
-        0 for any that is free.
+        0 selects a free port.
     key : str, optional
-        The key that clients have to send.
+        The API key that clients must send; None if no key is required.
     """
 
     host: str = "127.0.0.1"
@@ -27,19 +27,19 @@ class Address:
 
     @property
     def is_local(self) -> bool:
-        """Return True if only this machine reaches the address."""
+        """True if the address can be reached only from this machine."""
         return self.host in ("localhost", "::1") or self.host.startswith("127.")
 
     def bind(self) -> socket.socket:
-        """Take the address.
+        """Bind a TCP socket to the address, without listening yet.
 
         Raises
         ------
         UsageError
-            If it can't be had.
+            If the address is in use or can't be bound.
         """
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        # asyncio turns Nagle's algorithm off where the protocol is named.
+        # asyncio disables Nagle's algorithm only if the protocol is set explicitly.
         bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -55,5 +55,5 @@ class Address:
 
 
 def format_url(host: str, port: int) -> str:
-    """Return the URL of a server; the address of IPv6 is in brackets."""
+    """Return the URL of a server; an IPv6 address is put in brackets."""
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

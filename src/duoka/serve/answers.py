@@ -1,7 +1,8 @@
-"""Answers in the forms of OpenAI's chats and completions: whole, or piece by piece.
+"""Responses of OpenAI's chats and completions, built from the events of generations.
 
-Every form takes the same events, and returns the pieces of each in a stream. The answers of the
-other two interfaces are in `response_answer` and `message_answer`.
+Every class for an API's responses receives the same events. For a stream, it returns the JSON
+objects to send after each event; otherwise `to_dict` returns the whole response. The other two APIs
+are in `response_answer` and `message_answer`.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from .errors import HttpError
 from .messages import Begun, Delta, Ended, Event, Token
 
 Piece = dict[str, Any]
-"""An object of a stream."""
+"""A JSON object of a stream (a chunk or an event)."""
 
 
 @dataclass(slots=True)
 class Usage:
-    """The tokens of a request."""
+    """The token counts of a request."""
 
     prompt_tokens: int = 0
     new_tokens: int = 0
     shared_tokens: int = 0
 
     def add(self, event: Event) -> None:
-        """Count the tokens of an event."""
+        """Add the token counts of an event."""
         if isinstance(event, Begun):
             self.prompt_tokens += event.prompt_tokens
         elif isinstance(event, Ended):
@@ -38,7 +39,7 @@ class Usage:
             self.shared_tokens = max(self.shared_tokens, event.shared_tokens)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the tokens in OpenAI's form."""
+        """Return the counts as OpenAI's `usage` object."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.new_tokens,
@@ -48,49 +49,50 @@ class Usage:
 
 
 class Answer(ABC):
-    """The answer to a request in the form of an interface, during generation."""
+    """The response to a request in the format of an API, while it is generated."""
 
     has_names = False
-    """Whether the pieces of a stream are events with names, and no mark ends it."""
+    """True if a stream consists of named events; False if it ends with ``[DONE]``."""
 
     def __init__(self) -> None:
         self.usage = Usage()
 
     def begin(self, source: int) -> Iterator[Piece]:
-        """Return the pieces before the answers to a prompt, by the number of the prompt."""
+        """Yield the pieces before the generations of the prompt with number `source`."""
         yield from ()
 
     @abstractmethod
     def take(self, event: Event, source: int = 0) -> Iterator[Piece]:
-        """Take an event of the answers to a prompt; return its pieces."""
+        """Add an event of the prompt with number `source`; yield the pieces to send."""
 
     def finish(self) -> Iterator[Piece]:
-        """Return the pieces after all answers."""
+        """Yield the pieces after all generations."""
         yield from ()
 
     def fail(self, error: HttpError) -> Iterator[Piece]:
-        """Return the pieces for the error of a stream."""
+        """Yield the pieces that report an error within a stream."""
         yield error.body
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """Return the whole answer."""
+        """Return the whole response, after the last event."""
 
 
 class OpenAIAnswer(Answer):
-    """The common form of chats and completions, with several choices.
+    """The common parts of responses of chats and completions, with several choices.
 
     Parameters
     ----------
     head : dict
-        The fields of every piece.
-    choices : sequence
-        Each with its `content`, `logprobs` and `finish`.
-    has_logprobs, has_usage : bool
-        Whether log-probabilities are wanted, and the tokens at the end of a stream.
+        The fields of every piece, such as the id.
+    choices : sequence of ChatChoice or CompletionChoice
+    has_logprobs : bool
+        Include log-probabilities.
+    has_usage : bool
+        End a stream with the token counts.
     """
 
-    # Fields of a whole answer in place of a piece's.
+    # Fields of the whole response that replace those of `head`.
     _fields: ClassVar[dict[str, Any]] = {}
 
     def __init__(
@@ -119,18 +121,20 @@ class OpenAIAnswer(Answer):
             "usage": self.usage.to_dict(),
         }
 
-    def _piece(self, number: int, content: dict[str, Any], logprobs: Any, finish: Any) -> Piece:
+    def _to_piece(self, number: int, content: dict[str, Any], logprobs: Any, finish: Any) -> Piece:
+        """Return a piece of the choice with this number."""
         return {**self._head, "choices": [_choice(number, content, logprobs, finish)]}
 
 
 def _choice(number: int, content: dict[str, Any], logprobs: Any, finish: Any) -> dict[str, Any]:
+    """Return a `choices` item; `finish` is None while the choice isn't finished."""
     end = {"logprobs": logprobs or None, "finish_reason": finish}
     return {"index": number, **content, **end}
 
 
 @dataclass(slots=True)
 class ChatChoice:
-    """A choice among the answers to a chat."""
+    """One of the answers to a chat."""
 
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
@@ -139,7 +143,7 @@ class ChatChoice:
     finish: str = "stop"
 
     def add(self, delta: Delta) -> dict[str, Any]:
-        """Add a part; return its form in a stream."""
+        """Add a part of the answer; return the `delta` object of its piece."""
         self.tokens += delta.tokens
         if delta.kind == "content":
             self.texts.append(delta.text)
@@ -157,12 +161,12 @@ class ChatChoice:
 
     @property
     def logprobs(self) -> dict[str, Any]:
-        """The log-probabilities of the whole answer."""
+        """The log-probabilities of all tokens."""
         return write_chat_logprobs(self.tokens)
 
     @property
     def content(self) -> dict[str, Any]:
-        """The message of the whole answer."""
+        """The whole message."""
         content: str | None = "".join(self.texts)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if any(self.thoughts):
@@ -173,7 +177,7 @@ class ChatChoice:
 
 
 class ChatAnswer(OpenAIAnswer):
-    """The answers to a chat; for `options` see `OpenAIAnswer`."""
+    """The response of a chat with n choices; for `options` see `OpenAIAnswer`."""
 
     _fields: ClassVar = {"object": "chat.completion"}
 
@@ -186,22 +190,22 @@ class ChatAnswer(OpenAIAnswer):
         """See `Answer`."""
         for number in range(len(self._choices)):
             delta = {"role": "assistant", "content": ""}
-            yield self._piece(number, {"delta": delta}, None, None)
+            yield self._to_piece(number, {"delta": delta}, None, None)
 
     def take(self, event: Event, source: int = 0) -> Iterator[Piece]:
         """See `Answer`."""
         self.usage.add(event)
         if isinstance(event, Ended):
             finish = self._choices[event.choice].finish = name_finish(event)
-            yield self._piece(event.choice, {"delta": {}}, None, finish)
+            yield self._to_piece(event.choice, {"delta": {}}, None, finish)
         elif isinstance(event, Delta):
             logprobs = write_chat_logprobs(event.tokens) if self._has_logprobs else None
             delta = self._choices[event.choice].add(event)
-            yield self._piece(event.choice, {"delta": delta}, logprobs, None)
+            yield self._to_piece(event.choice, {"delta": delta}, logprobs, None)
 
 
 class CompletionChoice:
-    """A choice among the continuations of a text."""
+    """One of the completions of a text; `prefix` is the echoed prompt, or empty."""
 
     def __init__(self, prefix: str) -> None:
         self.texts = [prefix]
@@ -212,26 +216,26 @@ class CompletionChoice:
             "text_offset": [],
         }
         self.finish = "stop"
-        # The number of characters so far, and the bytes of one that isn't whole.
+        # The number of characters so far, and a decoder that holds back an incomplete character.
         self._offset = 0
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     @property
     def content(self) -> dict[str, Any]:
-        """The whole text."""
+        """The whole text, with the prefix."""
         return {"text": "".join(self.texts)}
 
     def add_tokens(self, tokens: Sequence[Token]) -> dict[str, list[Any]]:
-        """Add the log-probabilities of tokens, and return them."""
+        """Add tokens; return their log-probabilities as the `logprobs` object of a piece."""
         offsets = []
         for token in tokens:
             offsets.append(self._offset)
             self._offset += len(self._decoder.decode(token.data))
         entries: dict[str, list[Any]] = {
-            "tokens": [_spell(token.text, token.data) for token in tokens],
+            "tokens": [_spell_token(token.text, token.data) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [
-                {_spell(text, data): logprob for text, data, logprob in token.likeliest}
+                {_spell_token(text, data): logprob for text, data, logprob in token.likeliest}
                 for token in tokens
             ],
             "text_offset": offsets,
@@ -242,14 +246,14 @@ class CompletionChoice:
 
 
 class CompletionAnswer(OpenAIAnswer):
-    """The continuations of some texts.
+    """The response of a completion request: n completions of each prompt.
 
     Parameters
     ----------
     prefixes : sequence of str
-        For each prompt the text to repeat before its continuations; empty for none.
+        For each prompt, the text to echo before its completions; empty for none.
     n : int
-        The number of continuations of each.
+        The number of completions of each prompt.
     options
         See `OpenAIAnswer`.
     """
@@ -265,7 +269,7 @@ class CompletionAnswer(OpenAIAnswer):
         for number in range(source * self._n, (source + 1) * self._n):
             (prefix,) = self._choices[number].texts
             if prefix:
-                yield self._piece(number, {"text": prefix}, None, None)
+                yield self._to_piece(number, {"text": prefix}, None, None)
 
     def take(self, event: Event, source: int = 0) -> Iterator[Piece]:
         """See `Answer`."""
@@ -276,27 +280,27 @@ class CompletionAnswer(OpenAIAnswer):
         choice = self._choices[number]
         if isinstance(event, Ended):
             choice.finish = name_finish(event)
-            yield self._piece(number, {"text": ""}, None, choice.finish)
+            yield self._to_piece(number, {"text": ""}, None, choice.finish)
         else:
             if event.kind == "content":
                 choice.texts.append(event.text)
             has_logprobs = self._has_logprobs and event.tokens
             logprobs = choice.add_tokens(event.tokens) if has_logprobs else None
-            yield self._piece(number, {"text": event.text}, logprobs, None)
+            yield self._to_piece(number, {"text": event.text}, logprobs, None)
 
 
 def name_finish(event: Ended) -> str:
-    """Return OpenAI's word for the reason why an answer ended."""
+    """Return OpenAI's `finish_reason` of a generation."""
     return "stop" if event.finish == "cancelled" else event.finish
 
 
 def make_id(prefix: str) -> str:
-    """Return a random id with a prefix."""
+    """Return a random, unique id with a prefix."""
     return f"{prefix}{uuid.uuid4().hex}"
 
 
-def _spell(text: str, data: bytes) -> str:
-    """Write a token as completions do; invalid UTF-8 is spelled out byte by byte."""
+def _spell_token(text: str, data: bytes) -> str:
+    """Return a token's text for completions; bytes that are no UTF-8 are written in hexadecimal."""
     try:
         data.decode()
     except UnicodeDecodeError:
@@ -305,7 +309,7 @@ def _spell(text: str, data: bytes) -> str:
 
 
 def write_chat_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
-    """Return log-probabilities as chats have them."""
+    """Return the log-probabilities of tokens as the `logprobs` object of chats."""
     content = [
         {
             "token": token.text,

@@ -1,7 +1,7 @@
-"""``POST /v1/messages`` and its ``count_tokens``: Anthropic's form of chats.
+"""``POST /v1/messages`` and ``/v1/messages/count_tokens``: Anthropic's Messages API.
 
-Source: https://docs.anthropic.com/en/api/messages, and its official Python client's types. Tools
-and memory of the server's own are refused by name.
+Source: https://docs.anthropic.com/en/api/messages, and the types of its official Python client.
+Fields for server-side tools and stored state are refused with their names.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from .streams import respond
 
 
 class _Block(Form):
-    cache_control: dict[str, Any] | None = None  # every prefix is cached
+    """The common field of blocks, tools and requests."""
+
+    cache_control: dict[str, Any] | None = None  # ignored: every prefix is cached
 
 
 class TextBlock(_Block):
-    """A text."""
+    """A text block of a message."""
 
     type: Literal["text"]
     text: str
@@ -35,7 +37,7 @@ class TextBlock(_Block):
 
 
 class ImageBase64(Form):
-    """An image within the request."""
+    """The data of an image, in base64."""
 
     type: Literal["base64"]
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
@@ -43,28 +45,28 @@ class ImageBase64(Form):
 
 
 class ImageUrl(Form):
-    """An image somewhere else."""
+    """The URL of an image."""
 
     type: Literal["url"]
     url: str
 
 
 class ImageBlock(_Block):
-    """An image."""
+    """An image block of a message."""
 
     type: Literal["image"]
     source: Annotated[ImageBase64 | ImageUrl, Field(discriminator="type")]
 
     @property
     def url(self) -> str:
-        """The URL of the image."""
+        """The URL of the image; a data URL if the request contains its data."""
         if isinstance(self.source, ImageUrl):
             return self.source.url
         return f"data:{self.source.media_type};base64,{self.source.data}"
 
 
 class ThinkingBlock(Form):
-    """The reasoning before an answer."""
+    """The reasoning before an answer, as the server has sent it."""
 
     type: Literal["thinking"]
     thinking: str
@@ -72,7 +74,7 @@ class ThinkingBlock(Form):
 
 
 class ToolUseBlock(_Block):
-    """A call of a tool in an answer."""
+    """A tool call of the assistant."""
 
     type: Literal["tool_use"]
     id: str
@@ -81,7 +83,7 @@ class ToolUseBlock(_Block):
 
 
 class ToolResultBlock(_Block):
-    """The result of a call."""
+    """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -90,11 +92,11 @@ class ToolResultBlock(_Block):
 
     @property
     def images(self) -> list[ImageBlock]:
-        """The images of the result; only a user can show them, before the user's text."""
+        """The images of the result; `read_turns` moves them to the user's message."""
         return [part for part in self.content if isinstance(part, ImageBlock)]
 
     def to_turn(self) -> Turn:
-        """Return the text of the result."""
+        """Return the text of the result as a tool message, without images."""
         turn = make_turn("tool", self.content, call_id=self.tool_use_id)
         text = f"Error: {turn.content}" if self.is_error else turn.content
         return replace(turn, content=text, images=())
@@ -106,7 +108,7 @@ Block = Annotated[
 ]
 
 
-_ALLOWED: dict[str, Any] = {
+_ALLOWED_BLOCKS: dict[str, Any] = {
     "user": (TextBlock, ImageBlock, ToolResultBlock),
     "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
     "system": (TextBlock, ImageBlock),
@@ -114,14 +116,14 @@ _ALLOWED: dict[str, Any] = {
 
 
 class AnthropicMessage(Form):
-    """A message of the conversation."""
+    """A message of the conversation: a text or a list of blocks."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], Field(min_length=1)]
 
 
 class AnthropicTool(_Block):
-    """A function of the client."""
+    """A tool of the client."""
 
     type: Literal["custom"] | None = None
     name: str
@@ -130,7 +132,7 @@ class AnthropicTool(_Block):
     strict: bool | None = None
 
     def to_chat_tool(self) -> dict[str, Any]:
-        """Return the tool in the form of chats."""
+        """Return the tool in the format of OpenAI's chats."""
         values = {
             "name": self.name,
             "description": self.description,
@@ -141,7 +143,7 @@ class AnthropicTool(_Block):
 
 
 class AnthropicToolChoice(Form):
-    """The choice between no call, any call, and a required call."""
+    """The `tool_choice` of a request: "any" requires a call, "tool" a call of a named tool."""
 
     type: Literal["auto", "any", "none", "tool"] = "auto"
     name: str | None = None
@@ -149,7 +151,7 @@ class AnthropicToolChoice(Form):
 
     @property
     def mode(self) -> str:
-        """The choice for `choose_tools`."""
+        """The choice as `choose_tools` expects it; HttpError if the name is missing or extra."""
         if (self.type == "tool") != (self.name is not None):
             text = f"tool_choice of type {self.type} {'needs a' if self.name is None else 'has no'}"
             raise HttpError(400, f"{text} name", param="tool_choice.name")
@@ -157,14 +159,14 @@ class AnthropicToolChoice(Form):
 
 
 class AnthropicSchemaFormat(Form):
-    """JSON by a schema."""
+    """The format "JSON that matches a schema"."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class OutputConfig(Form):
-    """How the text of an answer is."""
+    """The format of the answer's text."""
 
     effort: str | None = None
     format: AnthropicSchemaFormat | None = None
@@ -178,11 +180,11 @@ class CountTokensRequest(_Block):
     system: str | list[TextBlock] = ""
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice = AnthropicToolChoice()
-    thinking: dict[str, Any] | None = None  # the model alone decides
+    thinking: dict[str, Any] | None = None  # ignored: the model decides
     output_config: OutputConfig | None = None
 
     def to_prompt(self) -> Prompt:
-        """Return the chat."""
+        """Convert the request to a prompt."""
         choice, tools = self.tool_choice, [tool.to_chat_tool() for tool in self.tools or ()]
         mode: Any = choice.mode
         usable = choose_tools(tools, mode if choice.name is None else choice)
@@ -216,27 +218,27 @@ class MessagesRequest(CountTokensRequest, AnswerRequest):
 
 
 def read_turns(message: AnthropicMessage) -> list[Turn]:
-    """Return the messages of a message: each result of a tool becomes a message of its own."""
+    """Convert a message to turns: each tool result becomes a turn of its own."""
     blocks = message.content
     if isinstance(blocks, str):
         return [Turn(role=message.role, content=blocks)]
     for block in blocks:
-        if not isinstance(block, _ALLOWED[message.role]):
+        if not isinstance(block, _ALLOWED_BLOCKS[message.role]):
             text = f"a block of type {block.type} isn't allowed in a message of role {message.role}"
             raise HttpError(400, text)
     if message.role == "assistant":
-        return [_read_answer(blocks)]
-    # Results come first, each as a message of its own, then the user's text and images:
+        return [_read_assistant(blocks)]
+    # Tool results come first, each as a turn of its own, then the user's text and all images:
     #     [result(id=1, "red", image), text "And now?"]
     #     → tool "red" (call 1); user "And now?" with the image
     results = [block for block in blocks if isinstance(block, ToolResultBlock)]
-    rest = [part for block in blocks for part in getattr(block, "images", (block,))]
+    user_blocks = [part for block in blocks for part in getattr(block, "images", (block,))]
     turns = [block.to_turn() for block in results]
-    return [*turns, make_turn(message.role, rest)] if rest else turns
+    return [*turns, make_turn(message.role, user_blocks)] if user_blocks else turns
 
 
-def _read_answer(blocks: Sequence[Any]) -> Turn:
-    """Return an answer: its reasoning, its text and its calls."""
+def _read_assistant(blocks: Sequence[Any]) -> Turn:
+    """Convert the blocks of an assistant's message to a turn with reasoning, text and calls."""
     calls = tuple(
         {"id": block.id, "function": {"name": block.name, "arguments": block.input}}
         for block in blocks
@@ -247,16 +249,16 @@ def _read_answer(blocks: Sequence[Any]) -> Turn:
 
 
 def add_messages(app: FastAPI, service: Service) -> None:
-    """Let an application answer ``/v1/messages``."""
+    """Add the routes of ``/v1/messages`` to an application."""
 
     @app.post("/v1/messages")
     async def create_message(request: MessagesRequest, http: Request) -> Response:
-        """Answer a chat, in Anthropic's form."""
+        """Answer a chat in the format of Anthropic's API."""
         form = MessageAnswer(service.model)
         return await respond(service, request, [request.to_prompt()], form, http)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: CountTokensRequest) -> dict[str, int]:
-        """Count the tokens of a chat."""
+        """Count the prompt tokens of a chat."""
         service.check_model(request.model)
         return {"input_tokens": len((await service.count(request.to_prompt())).tokens)}

@@ -1,4 +1,4 @@
-"""The application of the server: the answers of each path."""
+"""The web application of the server: its routes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _POLICY = (
 
 
 def make_app(service: Service, *, key: str | None = None, is_local: bool = False) -> FastAPI:
-    """The application of a service; see `Gate`."""
+    """Create the FastAPI application of a service; for `key` and `is_local` see `Gate`."""
     app = FastAPI(openapi_url=None)
     app.router.route_class = JsonRoute
     app.add_middleware(Gate, memory=service.memory, key=key, is_local=is_local)
@@ -53,21 +53,22 @@ def make_app(service: Service, *, key: str | None = None, is_local: bool = False
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
+    """Add the routes for health, version, metrics and status."""
     pool = service.pool
 
     @app.get("/health")
     async def health() -> Response:
-        """Answer 200 unless every engine has ended for good."""
+        """Return 503 if every engine has failed permanently, otherwise 200."""
         return Response(status_code=503 if pool.has_failed else 200)
 
     @app.get("/ready")
     async def ready() -> Response:
-        """Answer 200 if an engine is ready."""
+        """Return 200 if an engine is ready, otherwise 503."""
         return Response(status_code=200 if pool.is_ready else 503)
 
     @app.get("/version")
     async def tell_version() -> dict[str, str]:
-        """Duoka's version."""
+        """Return duoka's version."""
         return {"version": version("duoka")}
 
     @app.get("/metrics")
@@ -77,12 +78,15 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
     @app.get("/duoka/status")
     async def status() -> dict[str, Any]:
-        """How the engines are, for the page."""
+        """Return the state of the engines for the web page."""
         return status_of(service)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
+    """Add the routes of the served model."""
+
     def described() -> dict[str, Any]:
+        """Return OpenAI's model object."""
         return {
             "id": service.model,
             "object": "model",
@@ -98,15 +102,17 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """The model, by its name."""
+        """Return the model; 404 for another name."""
         service.check_model(name)
         return described()
 
 
 def _add_openai(app: FastAPI, service: Service) -> None:
+    """Add the routes of OpenAI's chats and completions."""
+
     @app.post("/v1/chat/completions")
     async def create_chat_completion(request: ChatCompletionRequest, http: Request) -> Response:
-        """Answer a chat."""
+        """Generate the answers to a chat."""
         has_usage = request.stream_options.include_usage
         options = {"has_logprobs": request.logprobs, "has_usage": has_usage}
         answer = ChatAnswer(service.model, request.n, **options)
@@ -114,7 +120,7 @@ def _add_openai(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions")
     async def create_completion(request: CompletionRequest, http: Request) -> Response:
-        """Continue texts."""
+        """Generate completions of texts."""
         prompts, has_logprobs = request.to_prompts(), request.logprobs is not None
         prefixes = [
             (prompt.text or (await service.count(prompt, "detokenize")).text)
@@ -128,9 +134,11 @@ def _add_openai(app: FastAPI, service: Service) -> None:
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
+    """Add the routes for tokenizing and detokenizing."""
+
     @app.post("/tokenize")
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
-        """The tokens of a text, or of a chat's prompt."""
+        """Return the token ids of a text, or of a chat's prompt."""
         service.check_model(request.model)
         tokens = (await service.count(request.to_prompt())).tokens
         limit = service.pool.context_tokens
@@ -138,16 +146,18 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize")
     async def detokenize(request: DetokenizeRequest) -> dict[str, str]:
-        """The text of tokens."""
+        """Return the text of token ids."""
         service.check_model(request.model)
         prompt = Prompt(tokens=request.tokens, field="tokens")
         return {"prompt": (await service.count(prompt, "detokenize")).text}
 
 
 def _add_page(app: FastAPI) -> None:
+    """Add the web page and its files."""
+
     @app.get("/")
     async def page() -> Response:
-        """The page."""
+        """Return the web page."""
         headers = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff"}
         content = (_PAGE / "index.html").read_text(encoding="utf-8")
         return Response(content, media_type="text/html", headers=headers)
@@ -156,11 +166,12 @@ def _add_page(app: FastAPI) -> None:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
+    """Convert an error to a response in the format of the requested API."""
     if isinstance(error, RequestValidationError):
         error = describe_invalid(error.errors(), error.body)
     answer = HttpError.of(error)
     headers = answer.headers
-    if isinstance(error, HTTPException):  # Starlette's own, of an unknown path or method
+    if isinstance(error, HTTPException):  # raised by Starlette for an unknown path or method
         answer = HttpError(error.status_code, str(error.detail))
         headers = dict(error.headers or {})
     return JSONResponse(answer.body_for(request.url.path), answer.status, headers)

@@ -1,6 +1,6 @@
-"""Answers in blocks: reasoning, text and calls of tools, one after another.
+"""Responses made of blocks: reasoning, text and tool calls, one after another.
 
-OpenAI's responses and Anthropic's messages have blocks, each in a form of its own.
+OpenAI's Responses API and Anthropic's Messages API have blocks, each in its own format.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ BlockKind = Literal["reasoning", "content", "tool"]
 
 
 class BlocksAnswer(Answer):
-    """An answer in blocks: the events of its stream, and the whole answer at the end."""
+    """A response in blocks: divides a generation into blocks; subclasses define the format."""
 
     has_names = True
 
     def __init__(self) -> None:
         super().__init__()
         self.reasoning_tokens = 0
-        # At most one block is open: its kind, and the number of its call. A delta of another kind
-        # or another call closes the block and begins the next one:
+        # The open block, at most one: its kind, and the number of its tool call. A delta of another
+        # kind or call closes the block and begins the next one:
         #     reasoning, reasoning, content, tool_name 0, tool_arguments 0, tool_name 1
         #     → [reasoning] [content] [call 0] [call 1]
-        self._open: tuple[BlockKind, int] | None = None
+        self._open_block: tuple[BlockKind, int] | None = None
 
     @abstractmethod
     def _begin(self) -> Iterator[Piece]:
-        """Return the events before the blocks."""
+        """Yield the stream events before the first block."""
 
     @abstractmethod
     def _begin_block(self, kind: BlockKind, name: str) -> Iterator[Piece]:
-        """Begin a block; a call has the name of a tool."""
+        """Begin a block; yield its events. `name` is the called tool, or empty for other blocks."""
 
     @abstractmethod
     def _extend_block(self, kind: BlockKind, delta: Delta) -> Iterator[Piece]:
-        """Add to the last block."""
+        """Add text to the last block; yield its events."""
 
     @abstractmethod
     def _end_block(self, kind: BlockKind, *, is_whole: bool) -> Iterator[Piece]:
-        """End the last block; a limit may have cut it."""
+        """End the last block; yield its events. `is_whole` is False if the token limit cut it."""
 
     @abstractmethod
     def _end(self, event: Ended) -> Iterator[Piece]:
-        """Return the events after the blocks."""
+        """Yield the stream events after the last block."""
 
     def take(self, event: Event, source: int = 0) -> Iterator[Piece]:
         """See `Answer`."""
@@ -55,12 +55,13 @@ class BlocksAnswer(Answer):
         if isinstance(event, Begun):
             yield from self._begin()
         elif isinstance(event, Delta):
-            yield from self._take(event)
+            yield from self._add_delta(event)
         elif isinstance(event, Ended):
-            yield from self._close(is_whole=event.finish != "length")
+            yield from self._close_block(is_whole=event.finish != "length")
             yield from self._end(event)
 
-    def _take(self, delta: Delta) -> Iterator[Piece]:
+    def _add_delta(self, delta: Delta) -> Iterator[Piece]:
+        """Add a delta to the open block, or begin a new block with the delta."""
         if delta.kind == "reasoning":
             self.reasoning_tokens += delta.num_tokens
         is_name = delta.kind == "tool_name"
@@ -68,16 +69,17 @@ class BlocksAnswer(Answer):
         if delta.kind in ("content", "reasoning"):
             kind = delta.kind
         block = (kind, delta.call)
-        if block != self._open and not delta.text:
-            return  # tokens without a text begin nothing
-        if is_name or block != self._open:
-            yield from self._close(is_whole=True)
-            self._open = block
+        if block != self._open_block and not delta.text:
+            return  # tokens without text begin no block
+        if is_name or block != self._open_block:
+            yield from self._close_block(is_whole=True)
+            self._open_block = block
             yield from self._begin_block(kind, delta.text if is_name else "")
         if not is_name:
             yield from self._extend_block(kind, delta)
 
-    def _close(self, *, is_whole: bool) -> Iterator[Piece]:
-        if self._open is not None:
-            kind, self._open = self._open[0], None
+    def _close_block(self, *, is_whole: bool) -> Iterator[Piece]:
+        """End the open block, if there is one."""
+        if self._open_block is not None:
+            kind, self._open_block = self._open_block[0], None
             yield from self._end_block(kind, is_whole=is_whole)

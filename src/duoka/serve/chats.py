@@ -1,4 +1,4 @@
-"""Chats of requests as the model's format takes them, with their images decoded."""
+"""Convert the turns of a request to chat messages for the model, with decoded images."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]{1,40};base64,", re.ASCII | re.IG
 
 @dataclass
 class ChatMessages:
-    """Reads the messages of a request.
+    """Converts the turns of one request to chat messages; holds the state of the conversion.
 
     Parameters
     ----------
     reasoning : Tags, optional
-        The tags around the model's reasoning. Reasoning of earlier answers is written between them,
-        and the template takes what it needs; without tags it is left out.
+        The tags around the model's reasoning. The reasoning of earlier answers is put between them
+        into the content, from which the chat template may drop it; without tags it is omitted.
     most_images : int, optional
-        No further image is decoded; None where the model takes none.
+        The most images of the request; None if the model takes no images.
     """
 
     reasoning: Tags | None = None
@@ -42,7 +42,7 @@ class ChatMessages:
     _call_ids: set[str] = field(default_factory=set, init=False)
 
     def read(self, turns: Sequence[Turn]) -> list[ChatMessage]:
-        """Read the messages; UsageError with the number of the message that is refused."""
+        """Convert the turns; a UsageError names the number of the refused message."""
         if len(turns) > MOST_MESSAGES:
             raise UsageError(f"messages must be a list of 1 to {MOST_MESSAGES}")
         chat: list[ChatMessage] = []
@@ -54,6 +54,7 @@ class ChatMessages:
         return chat
 
     def _read_turn(self, turn: Turn) -> ChatMessage:
+        """Convert a turn; check its images and tool calls."""
         if turn.images and turn.role != "user":
             hint = "supported are text, and image_url for users"
             raise UsageError('a part of its content is of type "image_url"', hint=hint)
@@ -74,6 +75,7 @@ class ChatMessages:
         )
 
     def _check_result(self, turn: Turn) -> None:
+        """Raise UsageError if no earlier message has the tool call of a result."""
         if turn.call_id not in self._call_ids:
             raise UsageError(
                 f"it is the result of the call {json.dumps(turn.call_id)[:80]}, which no earlier "
@@ -81,11 +83,10 @@ class ChatMessages:
                 hint="include the assistant's message with its calls",
             )
 
-    # The number of images is checked before each image is decoded: a picture of a few hundred bytes
-    # can take a gigabyte.
+    # Check the number before decoding: an image of a few hundred bytes can decode to a gigabyte.
 
     def _read_image(self, url: str) -> Image:
-        """Decode an image; UsageError where the model takes none, or not so many."""
+        """Decode the image of a data URL; raise UsageError if the image is invalid or too many."""
         if self.most_images is None:
             raise UsageError("this model takes no images", hint="omit the images")
         if self._num_images == self.most_images:

@@ -1,4 +1,4 @@
-"""The server's side of an engine in a process of its own: start, requests, supervision."""
+"""The server's side of an engine process: start, requests, supervision."""
 
 from __future__ import annotations
 
@@ -32,28 +32,34 @@ from .messages import (
 )
 
 _LOG = logging.getLogger(__name__)
-# starting → ready ⇄ restarting → failed: "starting" until the first time that the engine is ready
-# (an engine that can't be opened fails at once), "failed" when the restart policy gives up.
+# starting → ready ⇄ restarting → failed. "starting" lasts until the engine is ready for the first
+# time; an engine that reports an error before that is "failed" at once. Later, "failed" means that
+# the restart policy has given up.
 State = Literal["starting", "ready", "restarting", "failed"]
 _GRACE_SECONDS = 5.0
 _RETRY_SECONDS = 5
 
 
-# The server's process (asyncio, no torch) and the process of an engine, joined by a socket:
+# The server's process (asyncio, no torch) and the process of an engine, connected by a socket:
 #
 #     submit  ── EngineRequest n ──▶ EngineProcess.serve → a thread: tokens → Engine.submit
 #     queue n ◀── _take ◀── Begun, Delta, Ended ◀── Outbox ◀── on_event, in the engine's thread
 #
-# `run` starts the process, which is ready when its `Capacity` has come. When the process is lost,
-# the open requests fail with 503, and the restart policy says when the next one starts, if any.
+# `run` starts the process, which is ready once it has sent its `Capacity`. When the process is
+# lost, its open requests fail with 503, and the restart policy decides when the next one starts, if
+# at all.
 class EngineClient:
-    """An engine, whose process `run` keeps alive until the restart policy gives up.
+    """An engine; `run` keeps its process alive until the restart policy gives up.
 
     Parameters
     ----------
     settings : EngineSettings
     replica : int
         The number of the engine among those of the server.
+
+    `reason` is why the process last ended, `exit_code` the server's exit code if it can't be
+    opened. `capacity` and `status` are None until the engine has sent them. `changed` is set at
+    each change of `state`.
     """
 
     _program = (sys.executable, "-m", "duoka.serve")
@@ -69,8 +75,8 @@ class EngineClient:
         self.num_deaths = 0
         self.changed = asyncio.Event()
         self._awaits_status = False
-        self._hang: Broken | None = None
-        # The events of each running request, and the tokens that it may take.
+        self._silence_reason: Broken | None = None
+        # For each open request, by number: the queue of its events, and its estimated tokens.
         self._open: dict[int, tuple[asyncio.Queue[Event], int]] = {}
         self._numbers = count()
         self._writer: asyncio.StreamWriter | None = None
@@ -83,11 +89,11 @@ class EngineClient:
 
     @property
     def open_tokens(self) -> int:
-        """The tokens of these requests, prompts and generations, estimated."""
+        """The estimated tokens, prompts and generations, of the running and queued requests."""
         return sum(tokens for _, tokens in self._open.values())
 
     async def run(self) -> None:
-        """Start the process, and again after each loss."""
+        """Start the process; restart it after each loss until the restart policy gives up."""
         policy = RestartPolicy()
         try:
             while True:
@@ -109,12 +115,12 @@ class EngineClient:
                 await self._lose(Broken("the server was stopped"))
 
     async def submit(self, request: EngineRequest, tokens: int = 0) -> AsyncGenerator[Event, None]:
-        """Yield the events of a request, which may take so many tokens.
+        """Send a request to the engine, and yield its events; `tokens` is its estimated size.
 
         Raises
         ------
         HttpError
-            If it can't be answered.
+            If the engine isn't ready, refuses the request, or ends during the request.
         """
         if self.state != "ready":
             raise not_ready(self.reason)
@@ -122,22 +128,22 @@ class EngineClient:
         queue = asyncio.Queue[Event]()
         self._open[number] = queue, tokens
         self._send(replace(request, number=number))
-        # Tokens may come before the engine has accepted all generations, which `Begun` reports:
-        # they wait for it, so that a refusal is an HTTP error and no stream that breaks off.
+        # Tokens may arrive before `Begun`, with which the engine accepts all n generations. They
+        # are held back until then, so that a refusal is an HTTP error and not a broken stream.
         #     Delta 0, Delta 1, Begun, Delta 2, Ended → Begun, Delta 0, Delta 1, Delta 2, Ended
-        early: list[Event] | None = []
+        held_events: list[Event] | None = []
         remaining = request.n
         try:
             while remaining:
                 event = await queue.get()
                 if isinstance(event, Failed):
                     retry_after = _RETRY_SECONDS if event.status == 503 else None
-                    named = {"code": event.code, "param": event.param}
-                    raise HttpError(event.status, event.text, **named, retry_after=retry_after)
-                if early is not None and not isinstance(event, Begun | Counted):
-                    early.append(event)
+                    details = {"code": event.code, "param": event.param}
+                    raise HttpError(event.status, event.text, **details, retry_after=retry_after)
+                if held_events is not None and not isinstance(event, Begun | Counted):
+                    held_events.append(event)
                     continue
-                events, early = [event, *(early or ())], None
+                events, held_events = [event, *(held_events or ())], None
                 for event in events:
                     remaining -= isinstance(event, Ended | Counted)
                     yield event
@@ -146,17 +152,18 @@ class EngineClient:
             self._send(EngineRequest(task="end", number=number))
 
     def _send(self, message: EngineRequest | EngineSettings) -> None:
+        """Send a message to the process; do nothing if the process is lost."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(pack_message(message))
 
     async def _live(self) -> Broken | None:
-        """Run a process from its start to its end; return the reason, if the process gives one."""
+        """Run a process from start to end; return the reason for the end, None if not reported."""
         try:
             reader = await self._start()
-        except OSError as error:  # no memory, or no descriptors, for one more
+        except OSError as error:  # no memory or file descriptors left
             return Broken(f"its process can't be started: {error}")
         self._send(self.settings)
-        self._awaits_status, self._hang = False, None
+        self._awaits_status, self._silence_reason = False, None
         assert self._process is not None
         watch = asyncio.create_task(self._watch(self._process))
         try:
@@ -167,12 +174,12 @@ class EngineClient:
                         return message
                     self._take(message)
         except (asyncio.IncompleteReadError, OSError):
-            return self._hang
+            return self._silence_reason
         finally:
             watch.cancel()
 
     async def _start(self) -> asyncio.StreamReader:
-        """Start a process, and open the stream of its messages."""
+        """Start a process; return the stream of its messages."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -186,7 +193,7 @@ class EngineClient:
         return reader
 
     async def _watch(self, process: WorkerProcess) -> None:
-        """Query the status regularly, and kill a silent process, unless it still loads."""
+        """Request the status regularly; kill a process that doesn't respond while ready."""
         silence = SilenceCounter(supervision.LOOK_SECONDS)
         while silence.seconds < supervision.SILENT_SECONDS:
             await asyncio.sleep(supervision.LOOK_SECONDS)
@@ -195,10 +202,11 @@ class EngineClient:
                 self._awaits_status = True
                 self._send(EngineRequest(task="status"))
         seconds = supervision.SILENT_SECONDS
-        self._hang = Broken(f"no response for {seconds:g} seconds")
+        self._silence_reason = Broken(f"no response for {seconds:g} seconds")
         process.kill()
 
     def _take(self, message: Any) -> None:
+        """Process a message: a capacity, a status, or an event for the queue of its request."""
         if isinstance(message, Capacity):
             self.capacity = message
             self._set("ready", None)
@@ -208,12 +216,12 @@ class EngineClient:
             self._open[message.number][0].put_nowait(message)
 
     async def _lose(self, broken: Broken | None) -> None:
-        """End the process, and fail its running requests."""
+        """End the process, set the reason, and fail its open requests."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
         self.status = None
-        if self.state == "ready":  # nothing new comes here while its process is being ended
+        if self.state == "ready":  # so that no new request is accepted while the process ends
             self.state = "restarting"
         ending = asyncio.create_task(asyncio.to_thread(self._end))
         self.reason = describe_exit(await ending) if broken is None else broken.text
@@ -223,16 +231,17 @@ class EngineClient:
         await ending
 
     def _end(self) -> int | None:
-        """End the process, whose socket is closed; return its exit code."""
+        """End the process, if one was started; return its exit code, otherwise None."""
         process, self._process = self._process, None
         return None if process is None else process.end(_GRACE_SECONDS)
 
     def _set(self, state: State, reason: str | None) -> None:
+        """Set the state and its reason, and notify `EnginePool.start`."""
         self.state, self.reason = state, reason
         self.changed.set()
 
 
 def not_ready(reason: str | None) -> HttpError:
-    """Return the error of a request while no engine is ready."""
+    """Return the 503 error for a request while no engine is ready."""
     text = "the engine is being started" + (f": {reason}" if reason else "")
     return HttpError(503, text, code="engine_not_ready", retry_after=_RETRY_SECONDS)

@@ -1,7 +1,8 @@
 """The process of an engine: ``python -m duoka.serve SOCKET``.
 
-It reads the server's requests, makes prompts of them, and sends back the events of each. Prompts
-are made and grammars compiled in threads of their own, so that a long one delays no other.
+The process receives requests from the server, converts them to prompts, and sends back the events
+of each request. A pool of threads tokenizes prompts and compiles grammars, so that a slow prompt
+delays no other request.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ _SEND_SECONDS = 0.5
 
 # Threads of the process:
 #
-#     main             receives requests and hands them on; cancels generations, sends the status
-#     duoka-prompts    template, tokenizer and grammar of a prompt, then `Engine.submit`
+#     main             receives requests and queues them; cancels generations, sends the status
+#     duoka-prompts    chat template, tokenizer and grammar of a prompt, then `Engine.submit`
 #     duoka-pictures   the same for prompts with images
 #     duoka-engine     computes steps, and calls `_GenerationListener.take`
 #     duoka-outbox     sends messages to the server
@@ -70,37 +71,38 @@ class EngineProcess:
 
     def __init__(self, settings: EngineSettings, outbox: Outbox) -> None:
         self.send = outbox.put
-        plan, remote = settings.plan, settings.trust_remote_code
-        opened = OpenedModel.open(plan, trust_remote_code=remote)
+        plan, trust_code = settings.plan, settings.trust_remote_code
+        opened = OpenedModel.open(plan, trust_remote_code=trust_code)
         self._engine = Engine(
             plan,
             max_new_tokens=settings.max_new_tokens,
-            trust_remote_code=remote,
+            trust_remote_code=trust_code,
             adapter=settings.adapter,
             on_failure=outbox.send_last,
             opened=opened,
         )
-        # A tokenizer apart from the engine's, whose thread decodes while these threads encode.
+        # A second tokenizer: the engine's thread decodes with its own while these threads encode.
         self._reader = PromptReader.open(opened.checkpoint, plan.workload)
         config, limit = opened.checkpoint.generation_config, self._engine.capacity.context_tokens
         self._questions = QuestionReader(self._reader, config, limit)
         self._token_bytes = TokenBytes(self._reader.tokenizer)
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "duoka-prompts")
-        # One at a time: a picture of a few hundred bytes can take 1.3 GB while it is decoded.
+        # One thread: decoding an image of a few hundred bytes can take 1.3 GB.
         self._picture_thread = ThreadPoolExecutor(1, "duoka-pictures")
         self._lock = threading.Lock()
-        # The generations of each running request; none of one that was cancelled early.
+        # The generations of each open "generate" request, by number; cancelled requests are
+        # removed.
         self._streams: dict[int, list[Stream]] = {}
         self._busy_shares = BusyShares(self._engine.busy_seconds)
 
     def serve(self, server: Connection) -> None:
-        """Answer requests until the end of the server raises EOFError."""
+        """Answer requests until the server closes the connection, which raises EOFError."""
         freeze_objects()
         self.send(self._engine.capacity)
         while True:
             request: EngineRequest = server.recv()
             if request.task == "end":
-                self._end(request.number)
+                self._cancel(request.number)
             elif request.task == "status":
                 self.send(self._status())
             else:
@@ -111,6 +113,7 @@ class EngineProcess:
                 threads.submit(self._answer, request)
 
     def _answer(self, request: EngineRequest) -> None:
+        """Answer a request in a thread of the pool; send `Failed` if an error is raised."""
         number, prompt = request.number, request.prompt
         try:
             if request.task == "tokenize":
@@ -121,13 +124,14 @@ class EngineProcess:
                 refuse_beyond(tokens, self._questions.num_tokens)
                 text = str(self._reader.tokenizer.decode(tokens))
                 self.send(Counted(number=number, text=text))
-            elif number in self._streams:  # not cancelled while it waited
+            elif number in self._streams:  # unless cancelled in the queue
                 self._generate(request)
-        except Exception as error:  # of a template's or tokenizer's code, say: one request's alone
-            self._end(number)
+        except Exception as error:  # also of template or tokenizer code: fails only this request
+            self._cancel(number)
             self.send(failed(number, error, prompt.field))
 
     def _generate(self, request: EngineRequest) -> None:
+        """Submit the n generations of a request, then send `Begun`."""
         number = request.number
         question = self._questions.read(request.prompt, request.params)
         for choice, params in enumerate(question.params.split(request.n)):
@@ -141,26 +145,29 @@ class EngineProcess:
                 streams = self._streams.get(number)
                 if streams is not None:
                     streams.append(stream)
-            if streams is None:  # cancelled, or failed, meanwhile
+            if streams is None:  # cancelled or failed meanwhile
                 stream.cancel()
         self.send(Begun(number=number, prompt_tokens=len(question.tokens)))
 
-    def _end(self, number: int) -> None:
+    def _cancel(self, number: int) -> None:
+        """Cancel the remaining generations of a request."""
         with self._lock:
             streams = self._streams.pop(number, [])
         for stream in streams:
             stream.cancel()
 
     def token(self, choice: TokenChoice) -> Token:
-        """Return a token with its text for the server."""
-        best = tuple((*self._spelled(token), logprob) for token, logprob in choice.top_logprobs)
-        return Token(*self._spelled(choice.token), choice.logprob or 0.0, best)
+        """Convert a token for the server: add texts and bytes to the token ids."""
+        best = tuple((*self._spell(token), logprob) for token, logprob in choice.top_logprobs)
+        return Token(*self._spell(choice.token), choice.logprob or 0.0, best)
 
-    def _spelled(self, token: int) -> tuple[str, bytes]:
+    def _spell(self, token: int) -> tuple[str, bytes]:
+        """Return the text and the bytes of a token id."""
         data = self._token_bytes.of(token)
         return data.decode(errors="replace"), data
 
     def _status(self) -> Status:
+        """Collect the load and the memory of the engine."""
         load = self._engine.load()
         return Status(
             running=load.running,
@@ -176,19 +183,20 @@ class EngineProcess:
 
 @dataclass
 class _GenerationListener:
-    """Turns the engine's events of a generation into messages."""
+    """Converts the engine's events of one generation to messages for the server."""
 
     process: EngineProcess
     number: int
     choice: int
     reader: AnswerReader
     has_logprobs: bool
-    # Tokens of text that may still become a part of another kind.
+    # Tokens whose text the reader holds back: it may belong to a part of another kind, such as a
+    # tag.
     unsent_tokens: list[TokenChoice] = field(default_factory=list)
     num_tokens: int = 0
 
     def take(self, event: TextPiece | Completion | Exception) -> None:
-        """Take an event; see `on_event` of `Engine.submit`."""
+        """Convert an event and send the messages; see `on_event` of `Engine.submit`."""
         if isinstance(event, TextPiece):
             self.num_tokens += len(event.tokens)
             self.unsent_tokens += event.tokens
@@ -197,7 +205,7 @@ class _GenerationListener:
         if isinstance(event, Exception):
             self.process.send(failed(self.number, event))
             return
-        # Tokens that brought no text, or one that was cut off, are sent with the rest, or alone.
+        # Remaining tokens, whose text is empty or was cut off, go with the last part, or alone.
         self.unsent_tokens += event.tokens[self.num_tokens :]
         is_cut = event.finish != "stop" or event.stop_text is not None
         self._send(self.reader.finish(is_cut=is_cut))
@@ -216,7 +224,9 @@ class _GenerationListener:
         )
 
     def _send(self, parts: Sequence[AnswerPart]) -> None:
-        # One token may end a part and begin the next ("</think>Hi"): tokens go with the first part.
+        """Send the parts as `Delta`s, with the unsent tokens."""
+        # One token may end a part and begin the next ("</think>Hi"): the first part gets all
+        # tokens.
         for part in parts:
             tokens, self.unsent_tokens = self.unsent_tokens, []
             logprobs = map(self.process.token, tokens if self.has_logprobs else ())
@@ -232,9 +242,12 @@ class _GenerationListener:
 
 
 def failed(number: int, error: Exception, field: str | None = None) -> Failed:
-    """Return the HTTP error of a request; `field` is at fault, unless the error names another."""
-    is_theirs = isinstance(error, DuokaError) and not isinstance(error, MachineError)
-    is_too_long = isinstance(error, PromptTooLong)  # its hint is for the operator
+    """Convert the error of a request to a message with an HTTP status.
+
+    `field` is the wrong field of the request, unless the error has a `param`.
+    """
+    is_client_error = isinstance(error, DuokaError) and not isinstance(error, MachineError)
+    is_too_long = isinstance(error, PromptTooLong)  # whose hint is for the operator
     hint = None if is_too_long else getattr(error, "hint", None)
     text = (
         str(error)[:1000]
@@ -243,15 +256,15 @@ def failed(number: int, error: Exception, field: str | None = None) -> Failed:
     )
     return Failed(
         number=number,
-        status=400 if is_theirs else 500,
+        status=400 if is_client_error else 500,
         text=f"{text}; {hint}" if hint else text,
         code="context_length_exceeded" if is_too_long else None,
         param=getattr(error, "param", None) or field,
     )
 
 
-def _broken(error: BaseException) -> Broken:
-    """Return the end of an engine for the server; a defect is printed with its traceback."""
+def _make_broken(error: BaseException) -> Broken:
+    """Convert the error that ends the engine to a message; print the traceback of a defect."""
     error = find_lost_gpu(error) or error
     if isinstance(error, DuokaError):
         return Broken(f"{error}; {error.hint}" if error.hint else f"{error}", error.exit_code)
@@ -260,7 +273,7 @@ def _broken(error: BaseException) -> Broken:
 
 
 class Outbox:
-    """Sends the messages of all threads, several at once where they come faster than they go."""
+    """Sends the messages of all threads to the server, in batches of all that are queued."""
 
     def __init__(self, server: Connection) -> None:
         self._server = server
@@ -269,17 +282,18 @@ class Outbox:
         self._thread.start()
 
     def put(self, message: object) -> None:
-        """Queue a message."""
+        """Queue a message, from any thread."""
         self._queue.put(message)
 
     def send_last(self, error: BaseException) -> NoReturn:
-        """Send why the engine has ended, and exit; the server reports its running requests."""
-        broken = _broken(error)
+        """Send the reason and exit the process; the server then fails the open requests."""
+        broken = _make_broken(error)
         self._queue.put(broken)
         self._thread.join(_SEND_SECONDS)
         exit_now(broken.code)
 
     def _work(self) -> None:
+        """Send queued messages until `Broken` is sent or the server is gone."""
         messages: list[object] = []
         while not any(isinstance(message, Broken) for message in messages):
             messages = [self._queue.get()]
@@ -298,6 +312,7 @@ def main() -> None:
 
 
 def _serve(server: Connection) -> None:
+    """Open the engine with the server's settings and serve; send a fatal error to the server."""
     settings: EngineSettings = server.recv()
     outbox = Outbox(server)
     try:

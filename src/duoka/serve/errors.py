@@ -1,4 +1,4 @@
-"""Errors as clients of OpenAI's interface know them."""
+"""HTTP errors with bodies in the formats of OpenAI's and Anthropic's APIs."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ _ANTHROPIC_TYPES = {
 _ANTHROPIC_PATH = "/v1/messages"
 
 
-# Of what a client sent, which an error repeats.
+# Limits of texts and field names in an error, which may quote the request.
 _MOST_CHARACTERS, _MOST_PARAM_CHARACTERS = 1500, 200
 
 
 @dataclass(eq=False)
 class HttpError(Exception):
-    """The refusal of a request: its status, and the error in its body.
+    """An error response: its HTTP status and the error in its body.
 
     Parameters
     ----------
     status : int
-        Of HTTP.
+        The HTTP status.
     text : str
+        The message.
     code, param : str, optional
-        OpenAI's name of the error, and the field that is wrong.
+        OpenAI's code of the error, and the name of the wrong field.
     retry_after : int, optional
-        Seconds after which it is worth asking again.
+        Seconds after which the client may retry; None if a retry is pointless.
     """
 
     status: int
@@ -50,70 +51,70 @@ class HttpError(Exception):
     retry_after: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Shorten what the client sent."""
+        """Shorten text and field name, which may quote the request."""
         self.text = self.text[:_MOST_CHARACTERS]
         self.param = self.param and self.param[:_MOST_PARAM_CHARACTERS]
         self.args = (self.text,)
 
     @classmethod
     def of(cls, error: Exception) -> HttpError:
-        """Return the error; any other exception is a defect."""
+        """Return an HttpError unchanged; convert any other exception, a defect, to status 500."""
         text = f"a defect in duoka: {type(error).__name__}"
         return error if isinstance(error, cls) else cls(500, text, code="internal_error")
 
     @property
     def kind(self) -> str:
-        """OpenAI's type of the error."""
-        is_theirs = 400 <= self.status < 500
-        return _TYPES.get(self.status, "invalid_request_error" if is_theirs else "server_error")
+        """OpenAI's `type` of the error, by its status."""
+        is_client = 400 <= self.status < 500
+        return _TYPES.get(self.status, "invalid_request_error" if is_client else "server_error")
 
     @property
     def body(self) -> dict[str, Any]:
-        """The body in OpenAI's form."""
+        """The body in OpenAI's format."""
         error = {"message": self.text, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
     @property
     def anthropic_body(self) -> dict[str, Any]:
-        """The body in Anthropic's form."""
+        """The body in Anthropic's format."""
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.text}}
 
     def body_for(self, path: str) -> dict[str, Any]:
-        """Return the body for a request of a path."""
+        """Return the body in the format of the API to which a path belongs."""
         is_anthropic = path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
         return self.anthropic_body if is_anthropic else self.body
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of the answer."""
+        """The additional headers of the response."""
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
 def describe_invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> HttpError:
-    """Return the error of a body that doesn't have its form, by the errors of pydantic.
+    """Convert pydantic's validation errors of a body to one HttpError with status 400.
 
-    A value of a union is wrong in several ways: the error at the deepest place is reported, and a
-    wrong value before a missing one.
+    For a value of a union type, pydantic reports an error for each type. The error at the deepest
+    position is reported, and a wrong value rather than a missing one.
     """
-    # A content is a text or a list of parts. For [{"type": "text", "text": 3}] pydantic reports
-    #     content          the list is no text
-    #     content.0.text   3 is no text, the deepest one: what the client has to change
-    places = [_place(error, body) for error in errors]
+    # `content` is a string or a list of parts. For [{"type": "text", "text": 3}] pydantic reports
+    #     content          the list is not a string
+    #     content.0.text   3 is not a string: the deepest error, which the client has to fix
+    places = [_find_path(error, body) for error in errors]
     kinds = [error["type"] != "missing" for error in errors]
     deepest, _ = max(zip(places, kinds, strict=True), key=lambda pair: (len(pair[0]), pair[1]))
-    all_of_it = [error for error, place in zip(errors, places, strict=True) if place == deepest]
+    deep_errors = [error for error, place in zip(errors, places, strict=True) if place == deepest]
     param = ".".join(deepest) or "body"
-    if all_of_it[0]["type"] == "extra_forbidden":
+    if deep_errors[0]["type"] == "extra_forbidden":
         text = f"{param} is not supported; remove it"
         return HttpError(400, text, code="unknown_parameter", param=param)
-    texts = dict.fromkeys(_text(error) for error in all_of_it)
+    texts = dict.fromkeys(_describe_error(error) for error in deep_errors)
     return HttpError(400, f"{param}: {'; or: '.join(texts)}", param=param)
 
 
-def _text(error: Mapping[str, Any]) -> str:
-    """Describe an error without pydantic's words for its own code."""
+def _describe_error(error: Mapping[str, Any]) -> str:
+    """Describe a pydantic error without its terms for discriminated unions and validators."""
     if error["type"].startswith("union_tag_"):
         tag = error["ctx"].get("tag")
         field = "role" if error["ctx"]["discriminator"] == "'role'" else "type"
@@ -122,8 +123,8 @@ def _text(error: Mapping[str, Any]) -> str:
     return str(error["msg"]).removeprefix("Value error, ")
 
 
-def _place(error: Mapping[str, Any], body: Any) -> tuple[str, ...]:
-    """Return the place of an error in the body; pydantic also names the types it has tried."""
+def _find_path(error: Mapping[str, Any], body: Any) -> tuple[str, ...]:
+    """Return the path of an error in the body, without the type names in pydantic's `loc`."""
     loc = error["loc"][1:]
     names = []
     for part in loc:

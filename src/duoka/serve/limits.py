@@ -1,4 +1,4 @@
-"""Limits for hostile and slow clients, and the check of the key, before anything else."""
+"""Limits for hostile and slow clients, and the check of the API key, before a route runs."""
 
 from __future__ import annotations
 
@@ -28,29 +28,33 @@ from .errors import HttpError
 MOST_BODY_BYTES, MOST_HEADER_BYTES = 32 * 2**20, 64 * 2**10
 _MOST_MEMORY_BYTES = 512 * 2**20
 _MOST_CONNECTIONS = 1024
-# For all headers of a request; for its body, and a second more for each 16 KiB of it; and without
-# progress in sending an answer.
+# Time limits: for all headers of a request; for its body, plus a second for each 16 KiB received;
+# and for a client to take the buffered part of a response.
 _HEADER_SECONDS, _BODY_SECONDS, _TAKE_SECONDS = 15.0, 30.0, 30.0
 _LEAST_BYTES_PER_SECOND = 16 * 2**10
-# Of JSON: what is parsed before anything can be checked. The deepest schemas have a few dozen.
+# Limits of JSON, checked before parsing: nesting depth (the deepest schemas have a few dozen
+# levels), number of objects and lists, number of commas.
 _MOST_DEPTH, _MOST_NESTS, _MOST_COMMAS = 128, 20_000, 2_000_000
-# All up to the next bracket outside of strings: other characters, and whole strings with their
-# escapes. Possessive quantifiers (`++`, `*+`) never backtrack, so the time is linear in the body. A
-# string without an end (`"?`) goes on to the end of the body, which the parser then refuses.
+# Matches up to the next bracket outside of strings, skipping other characters and complete strings
+# with their escapes. Possessive quantifiers (`++`, `*+`) never backtrack, so the time is linear in
+# the body. An unterminated string (`"?`) extends to the end of the body; the parser refuses it.
 _NEXT_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+"?)*+([\[\]{}])', re.DOTALL)
-_OPEN = ("/health", "/ready", "/version", "/", "/favicon.ico")
+_KEYLESS_PATHS = ("/health", "/ready", "/version", "/", "/favicon.ico")
 _THIS_MACHINE = re.compile(r"(?ai)(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?")
 
 
 class RequestMemory:
-    """The bytes of requests in memory."""
+    """Counts the bytes of requests in memory, and limits their sum."""
 
     def __init__(self) -> None:
         self._number = 0
 
     @contextmanager
     def hold(self) -> Iterator[Callable[[int], None]]:
-        """Provide a function that adds bytes until the end of the block; HttpError if too many."""
+        """Yield a function that counts bytes until the block ends.
+
+        The function raises HttpError (503) if the bytes of all requests exceed the limit.
+        """
         num_held_bytes = 0
 
         def add(number: int) -> None:
@@ -68,19 +72,19 @@ class RequestMemory:
 
 
 class Gate:
-    """Admits requests with the key, and with a body of limited size that comes in time.
+    """ASGI middleware: admits requests with the API key and a body within size and time limits.
 
-    A body is read before anything else sees it; `JsonRoute` parses it.
+    The gate reads the whole body before it calls the application; `JsonRoute` parses the body.
 
     Parameters
     ----------
     app : ASGI application
     memory : RequestMemory
     key : str, optional
-        The key that clients have to send.
+        The API key that clients must send; None if no key is required.
     is_local : bool
-        Whether only this machine's own names are answered: with DNS rebinding a page of the web
-        gives its name this machine's address, and would be taken for the server's own page.
+        Accept only Host headers that name this machine. Otherwise a web page could use DNS
+        rebinding: its host name resolves to this machine, so the browser lets it read responses.
     """
 
     def __init__(
@@ -97,27 +101,30 @@ class Gate:
         self._digest = None if key is None else _digest(key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Handle a connection; see ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         try:
             self._check(scope["path"], Headers(scope=scope))
             with self._memory.hold() as add:
-                whole = await self._read_body(receive, add)
-                if whole is not None:
-                    messages = iter((whole,))
+                body_message = await self._read_body(receive, add)
+                if body_message is not None:
+                    messages = iter((body_message,))
 
-                    async def receive_whole() -> Message:  # then wait until the client goes away
+                    async def receive_whole() -> Message:  # then wait for the disconnect
                         return next(messages, None) or await receive()
 
                     await self._app(scope, receive_whole, send)
-        except HttpError as error:  # before anything was answered
+        except HttpError as error:  # raised before a response began
             response = JSONResponse(error.body_for(scope["path"]), error.status, error.headers)
             await response(scope, receive, send)
 
     async def _read_body(self, receive: Receive, add: Callable[[int], None]) -> Message | None:
-        """Return the whole body, up to a limit and in time; None if the client has gone."""
+        """Read the whole body into one message; return None if the client has disconnected.
+
+        `add` counts the bytes. Raises HttpError if the body exceeds the size or the time limit.
+        """
         body = bytearray()
         begin = asyncio.get_running_loop().time()
         is_open = True
@@ -140,6 +147,7 @@ class Gate:
         return {"type": "http.request", "body": bytes(body), "more_body": False}
 
     def _check(self, path: str, headers: Headers) -> None:
+        """Raise HttpError if the headers are too large or not acceptable, or the key is wrong."""
         if sum(len(name) + len(value) + 4 for name, value in headers.raw) > MOST_HEADER_BYTES:
             raise HttpError(431, f"headers have at most {MOST_HEADER_BYTES // 2**10} KiB")
         host = headers.get("host", "")
@@ -149,11 +157,11 @@ class Gate:
                 "[::1] are allowed"
             )
             raise HttpError(403, text, code="unknown_host")
-        if int(headers.get("content-length", "0")) > MOST_BODY_BYTES:  # digits: see h11
+        if int(headers.get("content-length", "0")) > MOST_BODY_BYTES:  # h11 admits digits only
             raise _too_large()
         if headers.get("content-encoding", "identity").lower() != "identity":
             raise HttpError(415, "a body with Content-Encoding is not supported")
-        if self._digest is None or path in _OPEN or path.startswith("/page/"):
+        if self._digest is None or path in _KEYLESS_PATHS or path.startswith("/page/"):
             return
         kind, _, token = headers.get("authorization", "").partition(" ")
         key = token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
@@ -162,16 +170,16 @@ class Gate:
 
 
 class JsonRoute(APIRoute):
-    """A route with `parse_json` as parser of bodies."""
+    """A route with `parse_json` as the parser of request bodies."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """See FastAPI."""
+        """Wrap FastAPI's handler: parse the body in a thread first."""
         handle = super().get_route_handler()
 
         async def handle_json(request: Request) -> Response:
             parsed = _JsonRequest(request.scope, request.receive)
             if self.body_field is not None:
-                _check_type(request.headers.get("content-type", ""))
+                _check_content_type(request.headers.get("content-type", ""))
                 parsed.value = await asyncio.to_thread(parse_json, await parsed.body())
             return await handle(parsed)
 
@@ -179,28 +187,30 @@ class JsonRoute(APIRoute):
 
 
 class _JsonRequest(Request):
+    """A request whose JSON body has been parsed already."""
+
     value: Any = None
 
     async def json(self) -> Any:
-        """See Starlette."""
+        """Return the parsed body; see Starlette."""
         return self.value
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """Parse a JSON object in UTF-8, strictly: no key stands twice, and no number is NaN.
+    """Parse a JSON object in UTF-8, strictly: no duplicate keys, no NaN or infinity.
 
     Raises
     ------
     HttpError
-        If it is something else, is nested too deeply, has too many values, or half of a surrogate
-        pair.
+        If the body is no such object, is nested too deeply, has too many values, or contains an
+        unpaired surrogate.
     """
     if body.count(b",") > _MOST_COMMAS:
         text = f"the body has more than {_MOST_COMMAS:,} commas"
         raise HttpError(400, text, code="too_large", param="body")
     place = depth = number = 0
-    # Brackets outside of texts are counted without parsing: a body of 32 MiB of "[" would take
-    # gigabytes as lists, and pydantic reports an error for each item of a list.
+    # Count brackets outside of strings without parsing: 32 MiB of "[" would take gigabytes as
+    # lists, and pydantic reports an error for each item of a list.
     while bracket := _NEXT_BRACKET.match(body, place):
         place, opens = bracket.end(), bracket[1] in b"[{"
         depth += 1 if opens else -1
@@ -210,7 +220,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
             raise HttpError(400, f"the body has more than {text}", code="too_large", param="body")
     try:
         value = parse_json_object(body.decode("utf-8-sig"), "the body")
-        if b"\\u" in body:  # half of a surrogate pair can't be encoded
+        if b"\\u" in body:  # an unpaired surrogate can't be encoded
             json.dumps(value, ensure_ascii=False).encode()
     except (FormatError, UnicodeError) as error:
         text = str(error) if isinstance(error, FormatError) else f"the body is not UTF-8: {error}"
@@ -219,13 +229,13 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 class TimedProtocol(H11Protocol):
-    """HTTP with limits in time for the headers of a request and for the sending of an answer."""
+    """HTTP/1.1 with time limits for receiving headers and for sending a response."""
 
     # uvicorn has no such limits. Two timers abort the connection:
-    #   "headers" runs from the connection's beginning, or the end of an answer, until a request
-    #             is complete and is being answered;
-    #   "answer"  runs while the transport's buffer is full, or holds the rest of an answer.
-    # The body has a limit of its own, in `Gate._read_body`.
+    #   "headers" runs from the connection's start, or the first bytes after a response, until the
+    #             headers of a request are complete;
+    #   "answer"  runs while the transport's buffer is full, or holds the rest of a response.
+    # `Gate._read_body` limits the time for the body.
 
     def connection_made(self, transport: Any) -> None:
         """See `asyncio.Protocol`."""
@@ -237,12 +247,12 @@ class TimedProtocol(H11Protocol):
             self._refuse(HttpError(503, text, code="overloaded", retry_after=5))
 
     def send_400_response(self, msg: str) -> None:
-        """See uvicorn: h11 refuses a request, with 431 where its headers are too long."""
+        """See uvicorn: called if h11 refuses a request; status 431 for too long headers."""
         error = sys.exception()
         self._refuse(HttpError(getattr(error, "error_status_hint", 400), f"{msg} {error}"))
 
     def _refuse(self, error: HttpError) -> None:
-        """Answer with an error before there is a request, and close the connection."""
+        """Send an error when no request has been parsed, and close the connection."""
         body = json.dumps(error.body).encode()
         headers = {"Connection": "close", "Content-Length": len(body), **error.headers}
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
@@ -262,7 +272,7 @@ class TimedProtocol(H11Protocol):
         super().data_received(data)
         if self._is_answering:
             self._stop_timer("headers")
-        elif "headers" not in self._timers:  # uvicorn's own ends with the first byte
+        elif "headers" not in self._timers:  # uvicorn's keep-alive timer ends with the first byte
             self._start_timer("headers", _HEADER_SECONDS, self.transport.abort)
 
     def pause_writing(self) -> None:
@@ -282,27 +292,30 @@ class TimedProtocol(H11Protocol):
             self._start_timer("answer", _TAKE_SECONDS, self._abort_untaken)
 
     def _abort_untaken(self) -> None:
-        """Close a connection whose client doesn't take the rest of an answer."""
+        """Abort the connection if the client hasn't taken the rest of a response."""
         self._stop_timer("answer")
         if self.transport.get_write_buffer_size() and not self._is_answering:
             self.transport.abort()
 
     @property
     def _is_answering(self) -> bool:
+        """True while a response is in progress."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _start_timer(self, name: str, seconds: float, action: Callable[[], object]) -> None:
+        """Start, or restart, the timer with this name."""
         self._stop_timer(name)
         self._timers[name] = self.loop.call_later(seconds, action)
 
     def _stop_timer(self, name: str) -> None:
+        """Stop the timer with this name, if it runs."""
         timer = self._timers.pop(name, None)
         if timer is not None:
             timer.cancel()
 
 
-def _check_type(content_type: str) -> None:
-    """Refuse a body of another type than JSON: pages of the web may send those unasked."""
+def _check_content_type(content_type: str) -> None:
+    """Refuse content types other than JSON, which other sites' pages may send unasked."""
     kind = content_type.partition(";")[0].strip().lower()
     if not (kind.startswith("application/") and kind.endswith(("/json", "+json"))):
         text = f"Content-Type is {content_type[:80]}" if content_type else "Content-Type is missing"
@@ -310,8 +323,10 @@ def _check_type(content_type: str) -> None:
 
 
 def _digest(key: str) -> bytes:
+    """Hash a key: digests of equal length can be compared in constant time."""
     return hashlib.sha256(key.encode()).digest()
 
 
 def _too_large() -> HttpError:
+    """Return the error for a body above the size limit."""
     return HttpError(413, f"a body has at most {MOST_BODY_BYTES // 2**20} MiB", code="too_large")

@@ -1,4 +1,4 @@
-"""Answers in the form of Anthropic's messages: blocks, and the events of a stream."""
+"""Responses of Anthropic's Messages API: a message of blocks, and the events of its stream."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .errors import HttpError
 from .messages import Delta, Ended
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
-# The field of each kind of block that a delta adds to, and the type of the delta.
-_CHANGES = {
+# For each kind of block: the field to which a delta adds, and the type of the delta.
+_DELTAS = {
     "content": ("text", "text_delta"),
     "reasoning": ("thinking", "thinking_delta"),
     "tool": ("partial_json", "input_json_delta"),
 }
-# The key of arguments that are no JSON object.
+# The key under which arguments are returned that are not a JSON object.
 _NO_JSON = "INVALID_JSON"
 
 
 class MessageAnswer(BlocksAnswer):
-    """A message during generation; `model` is the model's name."""
+    """The response message while it is generated; `model` is the model's name for clients."""
 
     def __init__(self, model: str) -> None:
         super().__init__()
@@ -50,10 +50,12 @@ class MessageAnswer(BlocksAnswer):
         yield error.anthropic_body
 
     def _begin(self) -> Iterator[Piece]:
-        self._message["usage"] = self._usage()
+        """See `BlocksAnswer`."""
+        self._message["usage"] = self._count_usage()
         yield {"type": "message_start", "message": copy.deepcopy(self._message)}
 
     def _begin_block(self, kind: BlockKind, name: str) -> Iterator[Piece]:
+        """See `BlocksAnswer`."""
         block: dict[str, Any] = {"type": "text", "text": ""}
         if kind == "tool":
             block = {"type": "tool_use", "id": make_id("toolu_"), "name": name, "input": {}}
@@ -61,34 +63,37 @@ class MessageAnswer(BlocksAnswer):
         elif kind == "reasoning":
             block = {"type": "thinking", "thinking": "", "signature": ""}
         self._blocks.append(block)
-        yield self._at("content_block_start", content_block=copy.deepcopy(block))
+        yield self._make_event("content_block_start", content_block=copy.deepcopy(block))
 
     def _extend_block(self, kind: BlockKind, delta: Delta) -> Iterator[Piece]:
-        name, change = _CHANGES[kind]
+        """See `BlocksAnswer`."""
+        name, change = _DELTAS[kind]
         if kind == "tool":
             self._arguments += delta.text
         else:
             self._blocks[-1][name] += delta.text
         if delta.text:
-            yield self._at("content_block_delta", delta={"type": change, name: delta.text})
+            yield self._make_event("content_block_delta", delta={"type": change, name: delta.text})
 
     def _end_block(self, kind: BlockKind, *, is_whole: bool) -> Iterator[Piece]:
+        """See `BlocksAnswer`."""
         if kind == "tool":
-            self._blocks[-1]["input"] = _read(self._arguments)
-        yield self._at("content_block_stop")
+            self._blocks[-1]["input"] = _parse_arguments(self._arguments)
+        yield self._make_event("content_block_stop")
 
     def _end(self, event: Ended) -> Iterator[Piece]:
+        """See `BlocksAnswer`."""
         reason = "end_turn" if event.stop_text is None else "stop_sequence"
         end = {
             "stop_reason": _REASONS.get(event.finish, reason),
             "stop_sequence": event.stop_text,
         }
-        self._message |= {**end, "usage": self._usage()}
-        yield {"type": "message_delta", "delta": end, "usage": self._usage()}
+        self._message |= {**end, "usage": self._count_usage()}
+        yield {"type": "message_delta", "delta": end, "usage": self._count_usage()}
         yield {"type": "message_stop"}
 
-    def _usage(self) -> dict[str, Any]:
-        """Return the tokens, with cached ones counted apart."""
+    def _count_usage(self) -> dict[str, Any]:
+        """Return Anthropic's `usage` object: cached tokens are not part of `input_tokens`."""
         usage = self.usage
         return {
             "input_tokens": usage.prompt_tokens - usage.shared_tokens,
@@ -97,12 +102,13 @@ class MessageAnswer(BlocksAnswer):
             "output_tokens": usage.new_tokens,
         }
 
-    def _at(self, kind: str, **values: Any) -> Piece:
+    def _make_event(self, kind: str, **values: Any) -> Piece:
+        """Return an event of the last block."""
         return {"type": kind, "index": len(self._blocks) - 1, **values}
 
 
-def _read(arguments: str) -> dict[str, Any]:
-    """Parse the arguments of a call; text that was cut is no JSON, and returned unchanged."""
+def _parse_arguments(arguments: str) -> dict[str, Any]:
+    """Parse the arguments of a call; invalid (cut) JSON is returned under one key."""
     try:
         content = json.loads(arguments or "{}")
     except (ValueError, RecursionError):

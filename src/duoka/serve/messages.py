@@ -1,6 +1,6 @@
-"""The messages between the server and the process of an engine.
+"""The messages between the server's process and the process of an engine.
 
-Neither torch nor transformers is needed for it: the server's process has none of them.
+This module imports neither torch nor transformers, which the server's process doesn't load.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A message of a chat, whatever the form of its request.
+    """A message of a chat, independent of the API of its request.
 
-    `images` are data URLs or addresses, and are shown before the text. `calls` have an id and a
-    function each. `call_id` is the call of a tool's result.
+    `images` are data URLs, or http(s) URLs to download; images come before the text. Each of
+    `calls` has an "id" and a "function". For a tool's result, `call_id` is the id of its call.
     """
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -41,10 +41,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A prompt: the messages of a chat, a text to be continued, or its tokens.
+    """A prompt: either the messages of a chat, a text to continue, or token ids.
 
-    `tools` are those that may be called; with `must_call` the answer has to call one. `field` is
-    the prompt's place in the request.
+    The model may call `tools`, and must call one of them with `must_call`. `field` is the name of
+    the prompt's field in the request, for error messages.
     """
 
     messages: Sequence[Turn] | None = None
@@ -60,10 +60,13 @@ class Prompt:
 class EngineRequest:
     """A message of the server to an engine.
 
-    ``generate`` asks for `n` generations by sampling parameters in the names of duoka's: `Begun`,
-    then `Delta` and `Ended` of each are sent back. ``tokenize`` asks for the tokens of a prompt and
-    ``detokenize`` for the text of its tokens: `Counted`. Each may end as `Failed`. ``end`` cancels
-    what is left of the request; ``status`` asks for the `Status` of the engine.
+    - ``generate``: run `n` generations. The engine sends `Begun`, and `Delta`s and an `Ended` for
+      each generation. `params` are named as in `SamplingParams`, plus "response_format".
+    - ``tokenize``, ``detokenize``: the engine sends `Counted`, with the token ids or the text.
+    - ``end``: cancel what is left of the request with this `number`.
+    - ``status``: the engine sends its `Status`.
+
+    The first three may end with `Failed`.
     """
 
     task: Literal["generate", "tokenize", "detokenize", "end", "status"] = "generate"
@@ -75,7 +78,10 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A generated token with its log-probability, and the likeliest tokens in its place."""
+    """A generated token with its log-probability, and the likeliest tokens at its position.
+
+    `likeliest` are tuples of text, bytes and log-probability.
+    """
 
     text: str
     data: bytes
@@ -85,7 +91,11 @@ class Token:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """A part of an answer, as in `AnswerPart`, with its tokens."""
+    """A part of a generation, as in `AnswerPart`, with its number of tokens.
+
+    `number` is that of the request, `choice` counts its generations. `tokens` is empty unless
+    log-probabilities were requested.
+    """
 
     number: int
     choice: int
@@ -98,7 +108,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """The start of a request, with the number of its prompt's tokens."""
+    """The engine has accepted all generations of a request."""
 
     number: int
     prompt_tokens: int
@@ -106,7 +116,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """The end of an answer."""
+    """The end of a generation."""
 
     number: int
     choice: int
@@ -114,12 +124,12 @@ class Ended:
     new_tokens: int
     shared_tokens: int
     stop_text: str | None = None
-    """What was asked to end it, where that did."""
+    """The stop text that ended the generation; None if no stop text did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """The failure of a request; `status` is HTTP's, the rest OpenAI's."""
+    """The failure of a request, with the fields of `HttpError`."""
 
     number: int
     status: int
@@ -130,7 +140,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """The tokens of a prompt, or the text of tokens."""
+    """The token ids of a prompt, or the text of token ids."""
 
     number: int
     tokens: Sequence[int] = ()
@@ -139,7 +149,7 @@ class Counted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """The load and the memory of an engine."""
+    """The load of an engine, and by device its reserved bytes, busy seconds and busy share."""
 
     running: int
     waiting: int
@@ -153,7 +163,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """The end of an engine, or the failure to open one; `code` is an exit code."""
+    """The end of an engine, or the failure to open one; `code` is the exit code for the server."""
 
     text: str
     code: int = 1

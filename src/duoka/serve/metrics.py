@@ -1,6 +1,6 @@
-"""Metrics for Prometheus: under vLLM's names, for its dashboards, and duoka's own.
+"""Prometheus metrics: with vLLM's names, so that its dashboards work, and some of duoka's own.
 
-Source: vLLM 0.33, ``v1/metrics/loggers.py`` (names and buckets are its interface).
+Source of names and buckets: vLLM 0.33, ``v1/metrics/loggers.py``.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from .pool import EnginePool
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _LATELY_SECONDS = 5.0
-# vLLM's words for why an answer has ended.
+# vLLM's names of the reasons why a generation ended.
 _REASONS = {"cancelled": "abort", "tool_calls": "stop"}
 
 
 class Metrics:
-    """Counts since the start, and the state of the engines."""
+    """The metrics of the server: counts since its start, and the state of the engines."""
 
     def __init__(self, pool: EnginePool, model: str) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_Engines(pool, model))
+        self.registry.register(_EngineCollector(pool, model))
         self._model = model
-        self._pieces: deque[tuple[float, int]] = deque(maxlen=100_000)
+        self._recent_counts: deque[tuple[float, int]] = deque(maxlen=100_000)
 
         def histogram(name: str, text: str) -> Any:
             family = Histogram(
@@ -63,70 +63,70 @@ class Metrics:
 
     @property
     def tokens_per_second(self) -> float:
-        """The rate of generated tokens in the last seconds."""
+        """The generated tokens per second, averaged over the last five seconds."""
         now = time.monotonic()
-        while self._pieces and self._pieces[0][0] < now - _LATELY_SECONDS:
-            self._pieces.popleft()
-        return sum(number for _, number in self._pieces) / _LATELY_SECONDS
+        while self._recent_counts and self._recent_counts[0][0] < now - _LATELY_SECONDS:
+            self._recent_counts.popleft()
+        return sum(number for _, number in self._recent_counts) / _LATELY_SECONDS
 
     def came(self, now: float, number: int) -> None:
-        """Count generated tokens."""
-        self._pieces.append((now, number))
+        """Record that `number` tokens arrived at time `now`."""
+        self._recent_counts.append((now, number))
 
     def failed(self, status: int) -> None:
         """Count a failed request."""
         self.failures.labels(self._model, str(status)).inc()
 
     def watch(self) -> RequestMetrics:
-        """Return the counter of a request."""
+        """Return a recorder for the events of a new request."""
         return RequestMetrics(self, self._model)
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' form."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class RequestMetrics:
-    """Counts the events of a request."""
+    """Records the events of one request in the metrics."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._metrics, self._model = metrics, model
-        self._begin = self._last = time.monotonic()
-        self._first: float | None = None
+        self._begin = self._last_delta_at = time.monotonic()
+        self._first_token_at: float | None = None
 
     def take(self, event: Event) -> None:
-        """Count an event."""
+        """Record an event."""
         metrics, now = self._metrics, time.monotonic()
         if isinstance(event, Begun):
             metrics.prompt_tokens.inc(event.prompt_tokens)
             metrics.queries.inc(event.prompt_tokens)
         elif isinstance(event, Delta):
-            if self._first is None:
-                self._first = now
+            if self._first_token_at is None:
+                self._first_token_at = now
                 metrics.first_token.observe(now - self._begin)
                 metrics.prefill.observe(now - self._begin)
             else:
-                metrics.between.observe(now - self._last)
-            self._last = now
+                metrics.between.observe(now - self._last_delta_at)
+            self._last_delta_at = now
             metrics.came(now, event.num_tokens)
         elif isinstance(event, Ended):
             metrics.generation_tokens.inc(event.new_tokens)
             metrics.success.labels(self._model, _REASONS.get(event.finish, event.finish)).inc()
-            if event.choice == 0:  # all of a request have one prompt
+            if event.choice == 0:  # the choices of a request share one prompt
                 metrics.hits.inc(event.shared_tokens)
             metrics.whole.observe(now - self._begin)
-            if self._first is not None:
-                metrics.decode.observe(now - self._first)
+            if self._first_token_at is not None:
+                metrics.decode.observe(now - self._first_token_at)
 
 
-class _Engines(Collector):
+class _EngineCollector(Collector):
     """Collects the state of the engines at each scrape."""
 
     def __init__(self, pool: EnginePool, model: str) -> None:
         self._pool, self._model = pool, model
 
     def collect(self) -> Iterator[Any]:
-        """See prometheus-client."""
+        """Yield the metrics of all engines; see prometheus-client."""
         labels = ("model_name", "engine")
 
         def gauge(name: str, text: str, *labels_added: str) -> GaugeMetricFamily:

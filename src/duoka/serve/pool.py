@@ -13,12 +13,13 @@ from .errors import HttpError
 from .messages import EngineRequest, EngineSettings, Event
 
 _MAX_KEYS = 4096
-# A request goes where its beginning was read before, unless that one has so many tokens more to do.
+# A request goes to the engine that has its prefix cached, unless that engine has more than so many
+# pending tokens more than the idlest one.
 _SLACK_TOKENS = 8192
 
 
 class EngineFailure(MachineError):
-    """The failure of all engines, with the exit code of the server."""
+    """An engine can't be opened, or all have failed; `exit_code` is for the server."""
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text)
@@ -26,14 +27,14 @@ class EngineFailure(MachineError):
 
 
 class EnginePool:
-    """Supervised engines, and a bound on the queued requests.
+    """The supervised engines of a server, with a limit on queued requests.
 
     Parameters
     ----------
     settings : sequence of EngineSettings
-        Of each engine.
+        One for each engine.
     max_queue : int
-        Requests that may wait beside those that are answered.
+        The most requests that may wait in addition to the running ones.
     """
 
     def __init__(self, settings: Sequence[EngineSettings], max_queue: int) -> None:
@@ -43,12 +44,12 @@ class EnginePool:
         self._replicas: OrderedDict[str, int] = OrderedDict()
 
     async def start(self) -> None:
-        """Open all engines, and wait until they are ready.
+        """Start all engines, and wait until they are ready.
 
         Raises
         ------
         EngineFailure
-            If one can't be opened.
+            If an engine can't be opened.
         """
         self._tasks = [asyncio.create_task(engine.run()) for engine in self.engines]
         for engine in self.engines:
@@ -66,17 +67,17 @@ class EnginePool:
 
     @property
     def is_ready(self) -> bool:
-        """True if an engine is ready."""
+        """True if at least one engine is ready."""
         return any(engine.state == "ready" for engine in self.engines)
 
     @property
     def has_failed(self) -> bool:
-        """True if no engine will ever be ready again."""
+        """True if all engines have failed permanently."""
         return all(engine.state == "failed" for engine in self.engines)
 
     @property
     def context_tokens(self) -> int | None:
-        """The tokens of a prompt and its generation; None until an engine has been ready."""
+        """The most tokens of a request, prompt and generated; None until an engine was ready."""
         capacities = (engine.capacity for engine in self.engines)
         return next((capacity.context_tokens for capacity in capacities if capacity), None)
 
@@ -86,15 +87,16 @@ class EnginePool:
         return sum(engine.num_open for engine in self.engines)
 
     def choose(self, key: str = "") -> EngineClient:
-        """Choose the engine for a request, by the beginning `key` of its prompt.
+        """Choose the engine for a request; `key` is the beginning of its prompt.
 
         Raises
         ------
         HttpError
-            If none is ready.
+            If no engine is ready.
         """
-        # Prefix affinity: the engine that has read the beginning of the prompt has its pages, which
-        # saves the prefill; until its pending tokens exceed the idlest engine's by the slack.
+        # Prefix affinity: the engine that last computed this key has its pages, which saves
+        # prefill. If its pending tokens exceed the idlest engine's by the slack, the idlest one is
+        # chosen.
         ready = [engine for engine in self.engines if engine.state == "ready"]
         if not ready:
             raise not_ready(self.engines[0].reason)
@@ -112,12 +114,12 @@ class EnginePool:
     def submit(
         self, request: EngineRequest, tokens: int, key: str = ""
     ) -> AsyncGenerator[Event, None]:
-        """Yield the events of a request; see `EngineClient.submit`.
+        """Submit a request to an engine; yield its events as `EngineClient.submit` does.
 
         Raises
         ------
         HttpError
-            If too many requests wait already, or no engine is ready.
+            If too many requests are queued, or no engine is ready.
         """
         engine = self.choose(key)
         ready = (e.capacity for e in self.engines if e.state == "ready")

@@ -1,4 +1,4 @@
-"""Requests for the engine: tokens, sampling parameters, and the reader of the answers."""
+"""Convert requests for the engine: token ids, sampling parameters, and a reader of the answers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _FORMAT = "response_format"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A prompt's tokens, the parameters of its answers, and how these are read.
+    """A request as the engine takes it: token ids, sampling parameters, and a reader for answers.
 
     Parameters
     ----------
     tokens : list of int
     params : SamplingParams
     kept_ids : sequence of int
-        Special tokens that stay in an answer's text.
+        Special tokens to keep in the generated text, since they mark its parts.
     open_reader : callable
-        Returns a reader of one answer.
+        Returns a new reader, which divides the text of one answer into parts.
     """
 
     tokens: list[int]
@@ -40,15 +40,15 @@ class Question:
 
 
 class QuestionReader:
-    """Makes questions of requests, with a model's tokenizer, chat format and recommendations.
+    """Converts requests to questions, with a model's tokenizer, chat template and defaults.
 
     Parameters
     ----------
     reader : PromptReader
     generation_config : mapping, optional
-        The sampling parameters that the checkpoint recommends.
+        The checkpoint's generation config, for recommended sampling parameters.
     context_tokens : int, optional
-        The tokens of a prompt and its answer for which there is memory.
+        The most tokens of a request, prompt and generated; None for no check of the length.
     """
 
     def __init__(
@@ -65,16 +65,17 @@ class QuestionReader:
         self.num_tokens = 1 + max(vocabulary.values())
 
     def read(self, prompt: Prompt, values: Mapping[str, Any] | None = None) -> Question:
-        """Read a prompt, and the sampling parameters of its answers where some are asked for.
+        """Convert a prompt and sampling parameters, `values`, to a question.
 
         Raises
         ------
         UsageError
-            If the model can't be asked so; `param` is the field, where it isn't the prompt's.
+            If the model doesn't support the request, or a value is invalid. The error's `param` is
+            the wrong field, if that isn't the prompt.
         """
         grammar = self._read_grammar(prompt, values or {})
         # Cheap checks come before the tokenizer; the engine checks the length in tokens.
-        self._refuse_endless(prompt)
+        self._refuse_too_long(prompt)
         params_given = {name: value for name, value in (values or {}).items() if name != _FORMAT}
         question = self._read_prompt(prompt, grammar)
         params_given["grammar"] = question.params.grammar
@@ -82,7 +83,7 @@ class QuestionReader:
         return replace(question, params=params)
 
     def _read_grammar(self, prompt: Prompt, values: Mapping[str, Any]) -> Grammar | None:
-        """Read the grammar of the answers, and check the tokens of `logit_bias`."""
+        """Read the grammar, if one is requested, and check the token ids of `logit_bias`."""
         field = "text.format" if prompt.field == "input" else _FORMAT
         try:
             form = values.get(_FORMAT)
@@ -94,8 +95,8 @@ class QuestionReader:
             raise
         return grammar
 
-    def _refuse_endless(self, prompt: Prompt) -> None:
-        """Refuse an endless prompt by its characters: tokenizing would take minutes."""
+    def _refuse_too_long(self, prompt: Prompt) -> None:
+        """Refuse a prompt with too many characters, whose tokenization could take minutes."""
         texts = [prompt.text or "", *(turn.content for turn in prompt.messages or ())]
         number = sum(map(len, texts))
         if self._limit is not None and number > self._limit * self._longest_token:
@@ -105,6 +106,7 @@ class QuestionReader:
             )
 
     def _read_prompt(self, prompt: Prompt, grammar: Grammar | None) -> Question:
+        """Convert a prompt; the question's only sampling parameter is its grammar."""
         if prompt.messages is not None:
             return self._read_chat(prompt, grammar)
         tokens = prompt.tokens
@@ -116,6 +118,7 @@ class QuestionReader:
         )
 
     def _read_chat(self, prompt: Prompt, grammar: Grammar | None) -> Question:
+        """Convert a chat; a forced tool call sets a grammar and begins the answer in the prompt."""
         chat, answers, tools = self._reader.chat, self._reader.chat.answers, prompt.tools
         most_images = None if chat.images is None else self._reader.workload.images
         messages = ChatMessages(answers.reasoning, most_images).read(prompt.messages or ())

@@ -1,4 +1,4 @@
-"""Fetch the images of requests from their addresses, within limits."""
+"""Download the images of requests from http and https URLs, within limits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from .errors import HttpError
 from .limits import MOST_BODY_BYTES, RequestMemory
 from .messages import Prompt
 
-# Of one request, together; as many bytes as a body can hold in base64.
+# Limits for the images of one request: their number, their bytes in total (as many as fit in a body
+# in base64), and the seconds to download all of them.
 _MOST_IMAGES, _MOST_BYTES, _MOST_SECONDS = 16, MOST_BODY_BYTES * 3 // 4, 20.0
 _MOST_REQUESTS = 16
 
 
 class RemoteImages:
-    """Replaces the addresses of images in prompts by the images.
+    """Replaces http(s) URLs of images in prompts by data URLs.
 
     Parameters
     ----------
@@ -33,12 +34,12 @@ class RemoteImages:
 
     @asynccontextmanager
     async def put_into(self, prompt: Prompt) -> AsyncGenerator[Prompt, None]:
-        """Provide the prompt with its images; they count as memory of requests meanwhile.
+        """Yield the prompt with downloaded images; count their bytes in the memory of requests.
 
         Raises
         ------
         HttpError
-            If one can't be fetched within the limits.
+            If an image can't be downloaded within the limits.
         """
         turns = prompt.messages or ()
         addresses = dict.fromkeys(url for turn in turns for url in turn.images if is_address(url))
@@ -55,7 +56,7 @@ class RemoteImages:
             yield replace(prompt, messages=messages)
 
     async def _fetch(self, addresses: Collection[str], field: str) -> dict[str, str]:
-        """Return data URLs by address."""
+        """Download images; return their data URLs by address. `field` is for error messages."""
         from duoka.base.web import fetch
 
         if len(addresses) > _MOST_IMAGES:
@@ -70,7 +71,7 @@ class RemoteImages:
         deadline = time() + _MOST_SECONDS
         try:
             with self._memory.hold() as add:
-                add(_MOST_BYTES)  # until all are there
+                add(_MOST_BYTES)  # reserved until all images are downloaded
                 for address in addresses:
                     content = await fetch(
                         address,
@@ -88,5 +89,5 @@ class RemoteImages:
 
 
 def is_address(url: str) -> bool:
-    """Return True if a URL is an address of http or https."""
+    """Return True if a URL is an http or https URL, not a data URL."""
     return url.lower().startswith(("http://", "https://"))

@@ -1,8 +1,8 @@
-"""The forms of requests to OpenAI's chats and completions: pydantic models without unknown fields.
+"""Requests of OpenAI's chats and completions: pydantic models that forbid unknown fields.
 
-The fields of a form are the parameters of its interface. Those that `SamplingParams` has too bear
-its names, with the interface's name as alias. The other forms of chats are in `responses` and
-`anthropic`; all become a `Prompt`, whose messages are `Turn`s.
+The fields of a model are the parameters of the API. A field that `SamplingParams` also has is named
+as there, with the API's name as alias. The requests of the other two APIs are in `responses` and
+`anthropic`. All are converted to a `Prompt`, whose messages are `Turn`s.
 
 Source: https://platform.openai.com/docs/api-reference, and the types of its official Python client.
 """
@@ -34,23 +34,24 @@ TopLogprobs = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
 
 
 def drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the values that are None."""
+    """Return the items whose value isn't None."""
     return {name: value for name, value in values.items() if value is not None}
 
 
 class Form(BaseModel):
-    """An object of a request: null means absent, and unknown fields are refused."""
+    """Base of objects in a request: null counts as absent, and unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
     def _drop_null(cls, values: Any) -> Any:
+        """Drop fields with the value null."""
         return drop_none(values) if isinstance(values, Mapping) else values
 
 
 class AnswerRequest(Form):
-    """The common fields of requests for answers."""
+    """The common fields of requests for generations."""
 
     model: str = ""
     stream: bool = False
@@ -58,12 +59,12 @@ class AnswerRequest(Form):
     top_p: Share | None = None
 
     def params(self) -> dict[str, Any]:
-        """Return the given parameters under the names of `SamplingParams`."""
+        """Return the parameters of the request, under the names of `SamplingParams`."""
         return drop_none({name: getattr(self, name, None) for name in _PARAMS})
 
 
 class IgnoredFields(Form):
-    """OpenAI's fields without effect."""
+    """OpenAI's fields without effect, which are accepted."""
 
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
@@ -78,16 +79,17 @@ class IgnoredFields(Form):
 # ── messages and tools ──
 
 
-# Messages are checked here, and nowhere else: `read_chat` drops the form, and the engine's process
-# checks only the facts of the model and of the conversation (images, memory, ids of calls).
+# The format of messages is checked only here. The engine's process checks only what depends on the
+# model and the conversation (images, memory, ids of tool calls).
 
 
 class MessageForm(Form):
-    """A message of a chat; unknown fields may be there if they are empty, as answers have them."""
+    """Base of messages; unknown fields with empty values, as in responses, are dropped."""
 
     @model_validator(mode="before")
     @classmethod
     def _drop_empty(cls, values: Any) -> Any:
+        """Drop unknown fields with an empty value."""
         if not isinstance(values, Mapping):
             return values
         fields = cls.model_fields
@@ -95,28 +97,28 @@ class MessageForm(Form):
 
 
 class TextPart(MessageForm):
-    """A text of a message."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: str
 
 
 class RefusalPart(MessageForm):
-    """A refusal of an assistant."""
+    """A refusal of the assistant."""
 
     type: Literal["refusal"]
     text: Annotated[str, Field(alias="refusal")]
 
 
 class ImageAddress(MessageForm):
-    """A data URL, or an address."""
+    """The URL of an image: a data URL or an http(s) URL."""
 
     url: str
     detail: Literal["auto", "low", "high"] | None = None
 
 
 class ImagePart(MessageForm):
-    """An image of a message."""
+    """An image part of a message."""
 
     type: Literal["image_url"]
     image_url: ImageAddress
@@ -128,15 +130,15 @@ class ImagePart(MessageForm):
 
 
 class CalledFunction(Form):
-    """The function of a call, and its arguments as JSON."""
+    """The function of a tool call, with its arguments as JSON."""
 
-    model_config = ConfigDict(extra="ignore")  # clients add what they have parsed
+    model_config = ConfigDict(extra="ignore")  # clients add fields with parsed arguments
     name: str
     arguments: str | dict[str, Any]
 
 
 class AnsweredCall(MessageForm):
-    """A call of a tool in an answer."""
+    """A tool call of the assistant."""
 
     id: str
     type: Literal["function"] = "function"
@@ -145,21 +147,21 @@ class AnsweredCall(MessageForm):
 
 
 class SystemMessage(MessageForm):
-    """A message of the system."""
+    """A system message."""
 
     role: Literal["system", "developer"]
     content: str | list[TextPart]
 
 
 class UserMessage(MessageForm):
-    """A message of the user."""
+    """A user message."""
 
     role: Literal["user"]
     content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
 
 
 class AssistantMessage(MessageForm):
-    """An answer of the model."""
+    """An earlier answer of the model."""
 
     role: Literal["assistant"]
     content: str | list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]] = ""
@@ -169,7 +171,7 @@ class AssistantMessage(MessageForm):
 
 
 class ToolMessage(MessageForm):
-    """The result of a call."""
+    """The result of a tool call."""
 
     role: Literal["tool"]
     tool_call_id: str
@@ -182,7 +184,7 @@ RequestMessage = Annotated[AnyMessage, Field(discriminator="role")]
 
 
 def read_chat(messages: Iterable[AnyMessage]) -> list[Turn]:
-    """Return messages without their form."""
+    """Convert the messages of a chat to turns."""
     turns = []
     for message in messages:
         values: dict[str, Any] = {}
@@ -198,7 +200,7 @@ def read_chat(messages: Iterable[AnyMessage]) -> list[Turn]:
 
 
 def make_turn(role: Any, content: str | Iterable[Any], **values: Any) -> Turn:
-    """Return a message with a content of text, or of parts with a `text` or a `url` each."""
+    """Create a turn from a text, or from parts, each of which has a `text` or a `url`."""
     if isinstance(content, str):
         return Turn(role=role, content=content, **values)
     parts = list(content)
@@ -211,7 +213,7 @@ def make_turn(role: Any, content: str | Iterable[Any], **values: Any) -> Turn:
 
 
 class Function(Form):
-    """A function of the client."""
+    """A function of the client, offered as a tool."""
 
     name: str
     description: str | None = None
@@ -232,14 +234,20 @@ class ChatTool(Form):
 
 
 def choose_tools(tools: Iterable[dict[str, Any]], choice: Any) -> dict[str, Any]:
-    """Return the arguments of a `Prompt` for its tools.
+    """Return `tools` and `must_call` of a `Prompt`, as a dict.
 
     Parameters
     ----------
     tools : iterable of dict
-        As chats have them.
-    choice : {"none", "auto", "required"}, or an object with the `name` of a tool, optional
-        Whether tools may be called, one has to be, or this one. By default they may be.
+        The tools in the format of chats.
+    choice : {"none", "auto", "required"} or object with a `name`, optional
+        "none": no tool may be called; "auto" (the default): the model decides; "required": one must
+        be called; an object: the tool with its `name` must be called.
+
+    Raises
+    ------
+    HttpError
+        If a tool must be called that is not in `tools`.
     """
     name = None if isinstance(choice, str | None) else choice.name
     must_call = choice == "required" or name is not None
@@ -256,14 +264,14 @@ def choose_tools(tools: Iterable[dict[str, Any]], choice: Any) -> dict[str, Any]
 
 
 class StreamOptions(Form):
-    """Additions to a stream; its pieces are never padded."""
+    """The options of a stream; `include_obfuscation` has no effect."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 class ResponseFormat(Form):
-    """The form of an answer; the types "regex" and "lark" are duoka's own."""
+    """The format of an answer; the types "regex" and "lark" are extensions of duoka."""
 
     type: Literal["text", "json_object", "json_schema", "regex", "lark"]
     json_schema: dict[str, Any] | None = None
@@ -272,7 +280,7 @@ class ResponseFormat(Form):
 
 
 class OpenAIRequest(AnswerRequest):
-    """The fields of chats and completions."""
+    """The common fields of chats and completions."""
 
     stream_options: StreamOptions = StreamOptions()
     n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] = 1
@@ -290,7 +298,7 @@ class OpenAIRequest(AnswerRequest):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    ignore_eos: bool = False  # load generators want answers of a given length
+    ignore_eos: bool = False  # for load generators, which need answers of a fixed length
     response_format: ResponseFormat | None = None
     user: str | None = None
 
@@ -318,8 +326,8 @@ class ChatCompletionRequest(OpenAIRequest, IgnoredFields):
     tool_choice: Literal["none", "auto", "required"] | ChatTool | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
-    prediction: dict[str, Any] | None = None  # a guess at the answer, for more speed
-    reasoning_effort: str | None = None  # the model alone decides
+    prediction: dict[str, Any] | None = None  # ignored: would only speed up generation
+    reasoning_effort: str | None = None  # ignored: the model decides
     verbosity: Literal["medium"] | None = None
 
     def params(self) -> dict[str, Any]:
@@ -330,7 +338,7 @@ class ChatCompletionRequest(OpenAIRequest, IgnoredFields):
         return super().params() | top
 
     def to_prompt(self) -> Prompt:
-        """Return the chat."""
+        """Convert the chat to a prompt."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
         return Prompt(
             messages=read_chat(self.messages),
@@ -359,7 +367,7 @@ class CompletionRequest(OpenAIRequest):
         return super().params() | drop_none({"logprobs": self.logprobs})
 
     def to_prompts(self) -> list[Prompt]:
-        """Return the texts."""
+        """Convert the texts, or lists of token ids, to prompts."""
         value: Any = self.prompt
         is_single = isinstance(value, str) or (value and isinstance(value[0], int))
         several = [value] if is_single else value
@@ -381,7 +389,7 @@ class TokenizeRequest(Form):
     tools: list[ChatTool] | None = None
 
     def to_prompt(self) -> Prompt:
-        """Return the text or the chat."""
+        """Convert the text or the chat to a prompt."""
         if (self.prompt is None) == (self.messages is None):
             raise HttpError(400, "either prompt or messages is needed", param="prompt")
         if self.messages is None:

@@ -1,4 +1,4 @@
-"""Answers in the form of OpenAI's responses: items, and the events of a stream."""
+"""Responses of OpenAI's Responses API: output items, and the events of a stream."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .blocks import BlockKind, BlocksAnswer
 from .errors import HttpError
 from .messages import Delta, Ended
 
-# The events of each kind of part, and what its text is called.
-_EVENTS = {
+# For each kind of block, the common prefix of its ``.delta`` and ``.done`` events.
+_EVENT_PREFIXES = {
     "reasoning": "response.reasoning_text",
     "content": "response.output_text",
     "tool": "response.function_call_arguments",
@@ -23,15 +23,16 @@ _CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
 
 
 class ResponseAnswer(BlocksAnswer):
-    """A response during generation.
+    """A response object while it is generated.
 
     Parameters
     ----------
     model : str
+        The model's name for clients.
     settings : mapping
         The settings of the request, which the response repeats.
     has_logprobs : bool
-        Whether log-probabilities are wanted.
+        Include log-probabilities.
     """
 
     def __init__(self, model: str, settings: Mapping[str, Any], *, has_logprobs: bool) -> None:
@@ -51,7 +52,7 @@ class ResponseAnswer(BlocksAnswer):
             "usage": None,
             "background": False,
             "previous_response_id": None,
-            # What was asked of it has no effect, so there is none to tell.
+            # The request's `reasoning` has no effect, so it isn't repeated.
             "reasoning": {"effort": None, "summary": None},
             "service_tier": "default",
             "store": False,
@@ -67,13 +68,15 @@ class ResponseAnswer(BlocksAnswer):
         """See `Answer`."""
         code = _CODES.get(error.status, "server_error")
         self._response |= {"status": "failed", "error": {"code": code, "message": error.text}}
-        yield self._snapshot("response.failed")
+        yield self._make_response_event("response.failed")
 
     def _begin(self) -> Iterator[Piece]:
-        yield self._snapshot("response.created")
-        yield self._snapshot("response.in_progress")
+        """See `BlocksAnswer`."""
+        yield self._make_response_event("response.created")
+        yield self._make_response_event("response.in_progress")
 
     def _begin_block(self, kind: BlockKind, name: str) -> Iterator[Piece]:
+        """See `BlocksAnswer`."""
         item: dict[str, Any]
         if kind == "tool":
             call = {"call_id": make_id("call_"), "name": name, "arguments": ""}
@@ -84,45 +87,48 @@ class ResponseAnswer(BlocksAnswer):
             item = {"type": "message", "id": make_id("msg_"), "role": "assistant", "content": []}
         item["status"] = "in_progress"
         self._output.append(item)
-        yield self._at("response.output_item.added", item=copy.deepcopy(item))
+        yield self._make_index_event("response.output_item.added", item=copy.deepcopy(item))
         if kind == "tool":
             return
         part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
         if kind == "content":
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         item["content"].append(part)
-        yield self._of_part("response.content_part.added", part=copy.deepcopy(part))
+        yield self._make_part_event("response.content_part.added", part=copy.deepcopy(part))
 
     def _extend_block(self, kind: BlockKind, delta: Delta) -> Iterator[Piece]:
-        item, name = self._output[-1], f"{_EVENTS[kind]}.delta"
+        """See `BlocksAnswer`."""
+        item, name = self._output[-1], f"{_EVENT_PREFIXES[kind]}.delta"
         if kind == "tool":
             item["arguments"] += delta.text
-            yield self._of_item(name, delta=delta.text)
+            yield self._make_item_event(name, delta=delta.text)
             return
         part = item["content"][0]
         part["text"] += delta.text
         if kind == "reasoning":
-            yield self._of_part(name, delta=delta.text)
+            yield self._make_part_event(name, delta=delta.text)
             return
         logprobs = write_chat_logprobs(delta.tokens)["content"] if self._has_logprobs else []
         part["logprobs"] += logprobs
-        yield self._of_part(name, delta=delta.text, logprobs=logprobs)
+        yield self._make_part_event(name, delta=delta.text, logprobs=logprobs)
 
     def _end_block(self, kind: BlockKind, *, is_whole: bool) -> Iterator[Piece]:
-        item, name = self._output[-1], f"{_EVENTS[kind]}.done"
+        """See `BlocksAnswer`."""
+        item, name = self._output[-1], f"{_EVENT_PREFIXES[kind]}.done"
         item["status"] = "completed" if is_whole else "incomplete"
         if kind == "tool":
-            yield self._of_item(name, name=item["name"], arguments=item["arguments"])
+            yield self._make_item_event(name, name=item["name"], arguments=item["arguments"])
         else:
             (part,) = item["content"]
             logprobs = {"logprobs": part["logprobs"]} if kind == "content" else {}
-            yield self._of_part(name, text=part["text"], **logprobs)
-            yield self._of_part("response.content_part.done", part=copy.deepcopy(part))
-        yield self._at("response.output_item.done", item=copy.deepcopy(item))
+            yield self._make_part_event(name, text=part["text"], **logprobs)
+            yield self._make_part_event("response.content_part.done", part=copy.deepcopy(part))
+        yield self._make_index_event("response.output_item.done", item=copy.deepcopy(item))
 
     def _end(self, event: Ended) -> Iterator[Piece]:
+        """See `BlocksAnswer`."""
         is_whole = event.finish != "length"
-        if not self._output:  # an answer without a word is one all the same
+        if not self._output:  # an empty answer has one empty message
             yield from self._begin_block("content", "")
             yield from self._end_block("content", is_whole=is_whole)
         self._response["usage"] = {
@@ -139,19 +145,24 @@ class ResponseAnswer(BlocksAnswer):
         self._response["status"] = "completed" if is_whole else "incomplete"
         if not is_whole:
             self._response["incomplete_details"] = {"reason": "max_output_tokens"}
-        yield self._snapshot("response.completed" if is_whole else "response.incomplete")
+        yield self._make_response_event("response.completed" if is_whole else "response.incomplete")
 
-    def _snapshot(self, kind: str) -> Piece:
-        return self._event(kind, response=copy.deepcopy(self._response))
+    def _make_response_event(self, kind: str) -> Piece:
+        """Return an event with a copy of the whole response."""
+        return self._make_event(kind, response=copy.deepcopy(self._response))
 
-    def _at(self, kind: str, **values: Any) -> Piece:
-        return self._event(kind, output_index=len(self._output) - 1, **values)
+    def _make_index_event(self, kind: str, **values: Any) -> Piece:
+        """Return an event with the index of the last item."""
+        return self._make_event(kind, output_index=len(self._output) - 1, **values)
 
-    def _of_item(self, kind: str, **values: Any) -> Piece:
-        return self._at(kind, item_id=self._output[-1]["id"], **values)
+    def _make_item_event(self, kind: str, **values: Any) -> Piece:
+        """Return an event with the index and the id of the last item."""
+        return self._make_index_event(kind, item_id=self._output[-1]["id"], **values)
 
-    def _of_part(self, kind: str, **values: Any) -> Piece:
-        return self._of_item(kind, content_index=0, **values)
+    def _make_part_event(self, kind: str, **values: Any) -> Piece:
+        """Return an event of the last item's only content part."""
+        return self._make_item_event(kind, content_index=0, **values)
 
-    def _event(self, kind: str, **values: Any) -> Piece:
+    def _make_event(self, kind: str, **values: Any) -> Piece:
+        """Return an event with the next sequence number."""
         return {"type": kind, "sequence_number": next(self._numbers), **values}

@@ -1,7 +1,7 @@
-"""``POST /v1/responses``, OpenAI's other form of chats; nothing is kept between requests.
+"""``POST /v1/responses``: OpenAI's Responses API, without state between requests.
 
-Source: https://platform.openai.com/docs/api-reference/responses, and its official Python client's
-types. Requests that need a memory, or tools of the server's own, are refused by name.
+Source: https://platform.openai.com/docs/api-reference/responses, and the types of its official
+Python client. Fields for stored state or server-side tools are refused with their names.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from .service import Service
 from .streams import respond
 
 _LOGPROBS = "message.output_text.logprobs"
-_REPEATED = (
+_ECHOED_FIELDS = (
     *("prompt_cache_key", "safety_identifier", "user", "instructions", "max_output_tokens"),
     *("temperature", "top_p", "top_logprobs"),
 )
-_STORED = ("previous_response_id", "conversation", "prompt")
+_STATE_FIELDS = ("previous_response_id", "conversation", "prompt")
 
 
 class InputText(Form):
-    """A text of a message."""
+    """A text part of a message."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -48,14 +48,14 @@ class InputText(Form):
 
 
 class InputRefusal(Form):
-    """A refusal of an assistant."""
+    """A refusal of the assistant."""
 
     type: Literal["refusal"]
     text: Annotated[str, Field(alias="refusal")]
 
 
 class InputImage(Form):
-    """An image of a message."""
+    """An image part of a message."""
 
     type: Literal["input_image"]
     url: Annotated[str, Field(alias="image_url")]
@@ -66,14 +66,14 @@ Part = Annotated[InputText | InputRefusal | InputImage, Field(discriminator="typ
 
 
 class InputItem(Form):
-    """The fields of every item of a conversation."""
+    """The common fields of the items of a conversation."""
 
     id: str | None = None
     status: str | None = None
 
 
 class InputMessage(InputItem):
-    """A message of a request or of an answer."""
+    """A message, also of the assistant."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -82,7 +82,7 @@ class InputMessage(InputItem):
 
 
 class FunctionCall(InputItem):
-    """A call of a tool in an answer."""
+    """A tool call of the assistant."""
 
     type: Literal["function_call"]
     call_id: str
@@ -91,7 +91,7 @@ class FunctionCall(InputItem):
 
 
 class FunctionCallOutput(InputItem):
-    """The result of a call."""
+    """The result of a tool call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -99,7 +99,7 @@ class FunctionCallOutput(InputItem):
 
 
 class ReasoningText(Form):
-    """A text of a reasoning."""
+    """A text part of reasoning or of its summary."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
@@ -115,12 +115,12 @@ class InputReasoning(InputItem):
 
     @property
     def texts(self) -> Sequence[ReasoningText]:
-        """The texts, or the texts of a summary."""
+        """The reasoning's texts, or those of its summary if there are none."""
         return self.content or self.summary or ()
 
 
 def _type_of(item: Any) -> str | None:
-    """Return the type of an item; only a message may leave its type out."""
+    """Return the type of an item, by default "message"; None if the item is malformed."""
     kind = item.get("type", "message") if isinstance(item, Mapping) else None
     return kind if isinstance(kind, str) else None
 
@@ -135,24 +135,24 @@ Item = Annotated[
 
 
 class FunctionTool(Function):
-    """A function of the client."""
+    """A function of the client, offered as a tool."""
 
     type: Literal["function"]
 
     def to_chat_tool(self) -> dict[str, Any]:
-        """Return the tool in the form of chats."""
+        """Return the tool in the format of chats."""
         function = self.model_dump(exclude={"type"}, exclude_none=True)
         return {"type": "function", "function": function}
 
 
 class TextFormat(Form):
-    """Any text, or any JSON object."""
+    """The format "any text", or "any JSON object"."""
 
     type: Literal["text", "json_object"]
 
 
 class ResponseSchemaFormat(Form):
-    """JSON by a schema, `strict` or not."""
+    """The format "JSON that matches a schema"; `strict` has no effect."""
 
     type: Literal["json_schema"]
     name: str
@@ -162,7 +162,7 @@ class ResponseSchemaFormat(Form):
 
 
 class TextConfig(Form):
-    """The form of the text of an answer."""
+    """The format of the answer's text."""
 
     format: Annotated[TextFormat | ResponseSchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Literal["medium"] | None = None
@@ -173,14 +173,14 @@ class ResponsesRequest(AnswerRequest, IgnoredFields):
 
     input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
-    stream_options: dict[str, Any] | None = None  # events are never padded
+    stream_options: dict[str, Any] | None = None  # ignored
     max_new_tokens: Annotated[Count | None, Field(alias="max_output_tokens")] = None
     top_logprobs: TopLogprobs | None = None
     text: TextConfig | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: dict[str, Any] | None = None  # the model alone decides
+    reasoning: dict[str, Any] | None = None  # ignored: the model decides
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
         None
     )
@@ -190,9 +190,10 @@ class ResponsesRequest(AnswerRequest, IgnoredFields):
     conversation: None = None
     prompt: None = None
 
-    @field_validator(*_STORED, mode="before")
+    @field_validator(*_STATE_FIELDS, mode="before")
     @classmethod
-    def _nothing_is_stored(cls, value: object) -> None:
+    def _refuse_stored(cls, value: object) -> None:
+        """Refuse a reference to a stored conversation or prompt."""
         if value is not None:
             raise ValueError(
                 "the server stores no conversations; send the whole conversation as input"
@@ -200,7 +201,7 @@ class ResponsesRequest(AnswerRequest, IgnoredFields):
 
     @property
     def has_logprobs(self) -> bool:
-        """Return True if log-probabilities are wanted."""
+        """True if log-probabilities are requested."""
         return self.top_logprobs is not None or _LOGPROBS in (self.include or ())
 
     def params(self) -> dict[str, Any]:
@@ -212,7 +213,7 @@ class ResponsesRequest(AnswerRequest, IgnoredFields):
         return super().params() | drop_none({"logprobs": top, "response_format": form})
 
     def to_prompt(self) -> Prompt:
-        """Return the chat."""
+        """Convert the request to a prompt."""
         instructions = [Turn(role="system", content=self.instructions or "")]
         return Prompt(
             messages=[*(instructions if self.instructions else ()), *read_turns(self.input)],
@@ -222,9 +223,9 @@ class ResponsesRequest(AnswerRequest, IgnoredFields):
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings for the answer, which repeats them."""
+        """Return the settings to be repeated in the response."""
         values = self.model_dump(by_alias=True)
-        return {name: values[name] for name in _REPEATED} | {
+        return {name: values[name] for name in _ECHOED_FIELDS} | {
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "text": {"format": {"type": "text"}} if self.text is None else _dump(self.text),
@@ -236,17 +237,18 @@ class ResponsesRequest(AnswerRequest, IgnoredFields):
 
 
 def read_turns(items: str | Sequence[Any]) -> list[Turn]:
-    """Return the messages of a conversation.
+    """Convert the items of a conversation to turns.
 
-    Here the reasoning, the text and the calls of one answer are items of their own.
+    The reasoning, the text and each tool call of one answer are separate items; they are merged
+    into one turn.
     """
     if isinstance(items, str):
         return [Turn(role="user", content=items)]
-    # An answer goes on until another role speaks or reasoning begins the next answer:
+    # An answer ends at an item of another role, or at reasoning, which begins the next answer:
     #     reasoning, message, function_call, function_call_output, message
     #     → assistant (reasoning, text, call); tool; assistant (text)
     turns: list[Turn] = []
-    is_open = False  # the last message is an answer that may go on
+    is_open = False  # True if the last turn is an answer to which items may be added
     for item in items:
         is_answer = False
         if isinstance(item, FunctionCallOutput):
@@ -257,14 +259,14 @@ def read_turns(items: str | Sequence[Any]) -> list[Turn]:
         elif not isinstance(item, InputReasoning) or item.texts:
             if not is_open or isinstance(item, InputReasoning):
                 turns.append(Turn(role="assistant"))
-            turns[-1] = _add(turns[-1], item)
+            turns[-1] = _add_item(turns[-1], item)
             is_answer = True
         is_open = is_answer
     return turns
 
 
-def _add(turn: Turn, item: Any) -> Turn:
-    """Add the reasoning, a text or a call to an answer."""
+def _add_item(turn: Turn, item: Any) -> Turn:
+    """Return the turn of an answer with an item added: reasoning, a text or a tool call."""
     if isinstance(item, InputReasoning):
         return replace(turn, reasoning="\n".join(text.text for text in item.texts))
     if isinstance(item, FunctionCall):
@@ -275,17 +277,18 @@ def _add(turn: Turn, item: Any) -> Turn:
 
 
 def _dump(value: Any) -> Any:
+    """Convert a pydantic model to a dict without None values; return other values unchanged."""
     if isinstance(value, BaseModel):
         return value.model_dump(by_alias=True, exclude_none=True)
     return value
 
 
 def add_responses(app: FastAPI, service: Service) -> None:
-    """Let an application answer ``/v1/responses``."""
+    """Add the route of ``/v1/responses`` to an application."""
 
     @app.post("/v1/responses")
     async def create_response(request: ResponsesRequest, http: Request) -> Response:
-        """Answer a chat, in OpenAI's form of responses."""
+        """Answer a chat in the format of the Responses API."""
         settings, has_logprobs = request.settings(), request.has_logprobs
         form = ResponseAnswer(service.model, settings, has_logprobs=has_logprobs)
         return await respond(service, request, [request.to_prompt()], form, http)

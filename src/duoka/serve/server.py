@@ -1,4 +1,4 @@
-"""The server: opens engines, then answers at an address until a signal ends it."""
+"""The server: opens the engines, then answers requests until a signal ends it."""
 
 from __future__ import annotations
 
@@ -21,38 +21,40 @@ from .limits import MOST_HEADER_BYTES, TimedProtocol
 from .pool import EngineFailure, EnginePool
 from .service import Service
 
-# For open answers to end, and for those that are cut to be told so.
+# Seconds at shutdown for running requests to finish, and for the error events of requests that are
+# cut off to be sent.
 _DRAIN_SECONDS, _CUT_SECONDS = 120, 5
 _POLL_SECONDS = 0.1
 
 
 class _Server(uvicorn.Server):
-    """A server of uvicorn's; the end of the terminal (SIGHUP) stops it like SIGTERM."""
+    """A uvicorn server; SIGHUP (a closed terminal) stops the server like SIGTERM."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # uvicorn sends at its end the signals that it caught: the former handlers hear them.
+        """See uvicorn."""
+        # After its end, uvicorn raises the signals that it caught again, for the former handlers.
         with super().capture_signals(), handle_signals(self.handle_exit, (signal.SIGHUP,)):
             yield
 
 
 def serve(service: Service, address: Address, *, on_ready: Callable[[Service, str], None]) -> None:
-    """Serve a model until SIGINT, SIGTERM or SIGHUP; open answers are ended first.
+    """Serve a model until SIGINT, SIGTERM or SIGHUP; running requests may finish first.
 
     Parameters
     ----------
     service : Service
-        Its engines are opened and closed here.
+        The service, whose engines are opened and closed here.
     address : Address
     on_ready : callable
-        Told when requests are answered, and at which URL.
+        Called with the service and its URL when the engines are ready and the server listens.
 
     Raises
     ------
     UsageError
-        If the address can't be had; no engine is opened then.
+        If the address isn't available; no engine is opened then.
     EngineFailure
-        If an engine can't be opened, or all have ended for good.
+        If an engine can't be opened, or all have failed permanently.
     """
     with address.bind() as bound:
         asyncio.run(_serve(service, address, bound, on_ready))
@@ -64,27 +66,28 @@ async def _serve(
     bound: socket.socket,
     on_ready: Callable[[Service, str], None],
 ) -> None:
+    """Open the engines, run uvicorn on the bound socket, and close the engines; see `serve`."""
     pool = service.pool
     server = _Server(config(service, address))
-    ending = asyncio.create_task(_close(pool, server))
+    ending = asyncio.create_task(_close_at_end(pool, server))
     try:
         await pool.start()
         freeze_objects()
-        bound.listen()  # who reads the address asks at once
+        bound.listen()  # before the URL is shown: clients may connect at once
         on_ready(service, format_url(*bound.getsockname()[:2]))
         await server.serve(sockets=[bound])
         if pool.has_failed:
             raise EngineFailure(f"the engine has ended: {pool.engines[0].reason}", 12)
     finally:
-        # Who asked a second time waits for nobody; an answer that is cut off is no error then.
+        # A second signal ends the server at once; don't log the requests that this cuts off.
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
         server.should_exit = server.force_exit = True
         await ending
 
 
 def config(service: Service, address: Address) -> uvicorn.Config:
-    """Return the configuration of uvicorn."""
-    # Each malformed request would be a line.
+    """Return uvicorn's configuration."""
+    # Below ERROR, uvicorn logs a line for each malformed request.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     return uvicorn.Config(
         make_app(service, key=address.key, is_local=address.is_local and address.key is None),
@@ -94,20 +97,20 @@ def config(service: Service, address: Address) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        # Those that are too long are read, so that whoever sends them hears that they are.
+        # Read headers up to twice the limit, so that `Gate` can answer them with an error.
         h11_max_incomplete_event_size=2 * MOST_HEADER_BYTES,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=_DRAIN_SECONDS + 3 * _CUT_SECONDS,
     )
 
 
-async def _close(pool: EnginePool, server: uvicorn.Server) -> None:
-    """End the engines when the server is to stop, or none will answer again.
+async def _close_at_end(pool: EnginePool, server: uvicorn.Server) -> None:
+    """Wait until the server shall stop or all engines have failed; then close the engines.
 
-    Open answers have some time, unless it is to stop at once; those that are cut are told so.
+    Running requests have time to finish, unless a second signal came; the others end with an error.
     """
-    # signal → uvicorn takes no more connections → at most 120 s for open answers → engines end, the
-    # answers that are left end with an error → at most 5 s to send that → `force_exit`
+    # signal → uvicorn accepts no more connections → at most 120 s for running requests → the
+    # engines end, and remaining requests get an error → at most 5 s to send it → `force_exit`
     while not (server.should_exit or pool.has_failed):
         await asyncio.sleep(_POLL_SECONDS)
     server.should_exit = True

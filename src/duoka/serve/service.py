@@ -1,4 +1,4 @@
-"""The service behind all API forms: requests answered with the engines of a pool."""
+"""The service behind all API routes: runs requests on the engines of a pool."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .pool import EnginePool
 from .remote_images import RemoteImages
 
 Events = AsyncGenerator[Event, None]
-"""The events of a request."""
-# The beginning of a request, to find the engine that has its pages.
+"""The stream of events of a request."""
+# The characters of a prompt by which the pool finds the engine that has its prefix cached.
 _KEY_CHARACTERS = 1024
 CLOSED = 499
-"""The status of a request whose client has gone, as of nginx; for metrics alone."""
+"""The status, as in nginx, of a request whose client has disconnected; only for metrics."""
 
 
 class Service:
-    """Answers requests with the engines of a pool.
+    """Runs requests on the engines of a pool, and counts them in the metrics.
 
     Parameters
     ----------
@@ -32,9 +32,9 @@ class Service:
     model : str
         The model's name for clients.
     has_key : bool
-        Whether clients have to send a key.
+        Whether clients must send an API key.
     fetches_images : bool
-        Whether images are fetched from addresses in requests.
+        Whether images of requests are downloaded from http(s) URLs.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Service:
         self._images = RemoteImages(self.memory) if fetches_images else None
 
     def check_model(self, name: str) -> None:
-        """Refuse the name of another model."""
+        """Raise HttpError (404) for the name of another model; an empty name is accepted."""
         if name and name != self.model:
             raise HttpError(
                 404,
@@ -58,7 +58,7 @@ class Service:
             )
 
     async def submit(self, prompt: Prompt, params: Mapping[str, Any], n: int = 1) -> Events:
-        """Yield the events of a request for `n` answers to a prompt."""
+        """Run `n` generations from a prompt; yield their events."""
         content = ascii(prompt.messages or prompt.text or prompt.tokens)
         tokens = len(content) // 4 + (params.get("max_new_tokens") or 512)
         watch = self.metrics.watch()
@@ -80,7 +80,7 @@ class Service:
     async def count(
         self, prompt: Prompt, task: Literal["tokenize", "detokenize"] = "tokenize"
     ) -> Counted:
-        """Return the tokens of a prompt, or the text of its tokens."""
+        """Return the token ids of a prompt, or the text of a prompt's token ids."""
         async with self._fetch_images(prompt) as ready:
             request = EngineRequest(task=task, prompt=ready)
             async with aclosing(self.pool.submit(request, 0)) as events:
@@ -89,15 +89,15 @@ class Service:
         return counted
 
     def _fetch_images(self, prompt: Prompt) -> AbstractAsyncContextManager[Prompt]:
-        """Put the images at addresses into a prompt."""
+        """Return a context manager; its value is the prompt with downloaded images, if allowed."""
         return nullcontext(prompt) if self._images is None else self._images.put_into(prompt)
 
 
 def status_of(service: Service) -> dict[str, Any]:
-    """Return the state of the engines as JSON, for people."""
+    """Return the state of the service and its engines, for the web page."""
     engines = service.pool.engines
     plan = engines[0].settings.plan
-    known = [engine.status for engine in engines if engine.status is not None]
+    statuses = [engine.status for engine in engines if engine.status is not None]
     return {
         "model": service.model,
         "version": version("duoka"),
@@ -105,19 +105,20 @@ def status_of(service: Service) -> dict[str, Any]:
         "sequences": sum(e.capacity.sequences for e in engines if e.capacity),
         "images": plan.workload.images,
         "engines": [_engine_status(engine) for engine in engines],
-        "running": sum(status.running for status in known),
-        "waiting": sum(status.waiting for status in known),
+        "running": sum(status.running for status in statuses),
+        "waiting": sum(status.waiting for status in statuses),
         "pages": {
-            "total": sum(status.pages for status in known),
-            "free": sum(status.free_pages for status in known),
+            "total": sum(status.pages for status in statuses),
+            "free": sum(status.free_pages for status in statuses),
         }
-        if known
+        if statuses
         else None,
         "tokens_per_second": service.metrics.tokens_per_second,
     }
 
 
 def _engine_status(engine: Any) -> dict[str, Any]:
+    """Return the state of an engine; measured values are None until its first status."""
     plan, status = engine.settings.plan, engine.status
     return {
         "replica": engine.replica,

@@ -1,7 +1,7 @@
-"""Answer requests: whole, or as a stream of server-sent events.
+"""Respond to requests: with one JSON object, or with a stream of server-sent events.
 
-Work ends when the client has gone: that of a stream when it can't be sent any more, that of a whole
-answer when the connection is closed.
+When the client disconnects, its generations are cancelled: for a stream, when sending fails; for
+one JSON object, when the closed connection is reported.
 """
 
 from __future__ import annotations
@@ -33,32 +33,33 @@ async def respond(
     answer: Answer,
     http: Request,
 ) -> Response:
-    """Return the answers to some prompts in a form.
+    """Run the prompts of a request; return the response in the format of `answer`.
 
-    What can't be begun is an error with a status of its own; what fails later is reported within a
-    stream.
+    An error before the first event of each prompt raises HttpError, which sets the HTTP status. A
+    later error is reported within the stream.
     """
     service.check_model(request.model)
-    # A whole answer is a stream of which nobody sees the pieces.
+    # For one JSON object, the pieces are generated as for a stream and discarded.
     params, n = request.params(), getattr(request, "n", 1)
-    pieces = _read(answer, [service.submit(prompt, params, n) for prompt in prompts])
+    pieces = _generate_pieces(answer, [service.submit(prompt, params, n) for prompt in prompts])
     if request.stream:
         lines = _write_stream(answer, await anext(pieces), pieces)
         return StreamingResponse(lines, headers=_HEADERS, media_type="text/event-stream")
-    await _run_unless_gone(http, _read_all(pieces))
+    await _run_unless_gone(http, _exhaust(pieces))
     return JSONResponse(answer.to_dict())
 
 
-async def _read_all(pieces: Pieces) -> None:
+async def _exhaust(pieces: Pieces) -> None:
+    """Exhaust the pieces, so that the answer collects all events."""
     async for _ in pieces:
         pass
 
 
-async def _read(answer: Answer, sources: Sequence[Events]) -> Pieces:
-    """Pass the events of the sources to an answer, source by source.
+async def _generate_pieces(answer: Answer, sources: Sequence[Events]) -> Pieces:
+    """Pass the events of each prompt in `sources` to the answer, in order; yield the pieces.
 
-    The first event of each source comes before the first piece, and so before the status is sent:
-    a refusal by the engine has a status of its own.
+    Waits for the first event of every source before it yields the first piece, so that a refusal by
+    the engine is raised before the HTTP status is sent.
     """
     async with AsyncExitStack() as stack:
         for events in sources:
@@ -77,12 +78,13 @@ async def _read(answer: Answer, sources: Sequence[Events]) -> Pieces:
 async def _write_stream(
     answer: Answer, first_piece: Piece, pieces: Pieces
 ) -> AsyncGenerator[str, None]:
+    """Yield the lines of a stream of server-sent events; report an error as its last event."""
     async with aclosing(pieces):
         try:
             yield _write_event(first_piece)
             async for piece in pieces:
                 yield _write_event(piece)
-        except Exception as error:  # the status is sent already
+        except Exception as error:  # the HTTP status has been sent
             for piece in answer.fail(HttpError.of(error)):
                 yield _write_event(piece)
             if isinstance(error, HttpError):
@@ -93,13 +95,14 @@ async def _write_stream(
 
 
 def _write_event(piece: Piece) -> str:
+    """Format a piece as a server-sent event, which is named if the piece has a type."""
     data = f"data: {json.dumps(piece, ensure_ascii=False)}\n\n"
     return f"event: {piece['type']}\n{data}" if "type" in piece else data
 
 
 async def _run_unless_gone(http: Request, work: Coroutine[Any, Any, None]) -> None:
-    """Wait for work, and cancel the work if the client goes away."""
-    # ASGI reports a closed connection by a message only; nothing is raised in `work`.
+    """Wait for `work`; cancel it and raise HttpError if the client disconnects first."""
+    # ASGI reports a closed connection only as a message; no error is raised in `work`.
     task = asyncio.create_task(work)
     watch = asyncio.create_task(_wait_until_gone(http))
     try:
@@ -115,5 +118,6 @@ async def _run_unless_gone(http: Request, work: Coroutine[Any, Any, None]) -> No
 
 
 async def _wait_until_gone(http: Request) -> None:
+    """Wait until the client disconnects."""
     while (await http.receive())["type"] != "http.disconnect":
         pass

@@ -12,34 +12,34 @@ from typing import Any
 from .portable import make_portable
 
 # `Connection` writes the length of a message in four bytes, then its content; only messages beyond
-# 2 GiB have another head. So one end can be a `Connection`, which blocks, and the other one a
-# stream of asyncio.
+# 2 GiB have another header. So one end can be a blocking `Connection`, and the other one an asyncio
+# stream.
 _LENGTH = struct.Struct("!i")
 
 
 def pack_message(message: object) -> bytes:
-    """Return the bytes of a message as `Connection.send` writes them, for a stream of asyncio."""
+    """Return the bytes of `Connection.send` for a message, for an asyncio stream."""
     content = pickle.dumps(message)
     return _LENGTH.pack(len(content)) + content
 
 
 async def read_message(reader: asyncio.StreamReader) -> Any:
-    """Read a message of the other end's `Connection.send`.
+    """Read a message from the other end's `Connection.send`.
 
     Raises
     ------
     asyncio.IncompleteReadError
-        If the other end is gone.
+        If the other end is closed.
     """
     (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     return pickle.loads(await reader.readexactly(size))
 
 
 def send_result(channel: Connection, function: Callable[[], object]) -> None:
-    """Call a function and send its result or its error."""
+    """Call a function; send (result, None), or (None, error) if the call raises."""
     try:
         content = pickle.dumps((function(), None))
-    except Exception as error:  # the receiver raises it
+    except Exception as error:  # `open_result` raises it
         content = pickle.dumps((None, make_portable(error)))
     channel.send_bytes(content)
 

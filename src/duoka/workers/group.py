@@ -15,43 +15,46 @@ from .process import WorkerProcess, describe_exit, wait_for_all
 from .worker import LOST
 
 _POLL_SECONDS = 0.1
-# After the loss of one worker the others notice by themselves, or they are ended.
+# Seconds for other workers to notice the loss of one by themselves before they are killed; and to
+# wait for their exit codes in `find_loss`.
 _GRACE_SECONDS = 10.0
 _LOSS_SECONDS = 2.0
 _SETTINGS = {
-    # As PyTorch 2.13 has it and 2.11 hasn't: products with a bias take no workspace of their own,
-    # which no forecast knows of.
+    # The default of PyTorch 2.13 but not of 2.11: matrix products with a bias allocate no separate
+    # workspace, which the forecast doesn't include.
     "TORCH_CUBLASLT_UNIFIED_WORKSPACE": "1",
-    # PyTorch logs that memory ran out beside raising it.
+    # Otherwise PyTorch logs an out-of-memory error that it also raises.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 
 
 class WorkerGroup:
-    """Processes of a Python module, each with a rank.
+    """Processes of one Python module, each with a rank.
 
-    A worker finds its rank in the environment variables that torchrun sets as well.
+    A worker reads its rank from the environment variables of torchrun (RANK, WORLD_SIZE, …).
 
     Parameters
     ----------
     module : str
-        Run as ``python -m``.
+        The module to run with ``python -m``.
     size : int
+        The number of workers.
     arguments : sequence of str
+        Command-line arguments of each worker.
     threads : int, optional
-        Of PyTorch in each process; by default the processors are shared equally.
+        CPU threads of PyTorch in each process; by default the CPUs are shared equally.
     environment : mapping of str to str, optional
-        Variables beside those of this process.
+        Variables in addition to those of this process.
     descriptors : sequence of sequence of int, optional
-        Open files for each worker, which inherits them.
+        For each rank, open file descriptors that the worker inherits.
     has_channels : bool
-        Open a channel to each worker: `channels[rank]` is the parent's end, and the number of the
-        other end is the worker's last argument.
+        Open a channel to each worker: `channels[rank]` is the parent's end; the file descriptor of
+        the worker's end is the worker's last argument.
 
     Raises
     ------
     OSError
-        If a process can't be started; no other is left then.
+        If a process can't be started; those started before have been ended.
     """
 
     def __init__(
@@ -74,8 +77,8 @@ class WorkerGroup:
         self.channels = [parent_end for parent_end, _ in pipes]
         self._processes: list[WorkerProcess] = []
         with ExitStack() as on_failure, ExitStack() as for_workers:
-            # Where a later worker can't be started the earlier ones are ended. The workers' ends of
-            # the channels are closed here in any case: otherwise no end of a worker would be seen.
+            # If a worker can't be started, the earlier ones are ended. The parent closes the
+            # workers' ends of the channels, as it would otherwise not notice the end of a worker.
             on_failure.callback(self.end)
             for _, worker_end in pipes:
                 for_workers.enter_context(worker_end)
@@ -101,13 +104,13 @@ class WorkerGroup:
         self.end()
 
     def wait(self) -> dict[int, int]:
-        """Wait for the end of all workers; the first failure ends the others.
+        """Wait until all workers have ended; after the first failure, end the others.
 
         Returns
         -------
         dict of int to int
-            The exit codes of the first failures, by rank; a negative code is the signal that ended
-            a process.
+            The nonzero exit codes of the workers that failed first, by rank; empty if none failed.
+            A negative code is the negated number of the signal that ended the process.
         """
         while True:
             codes = self.exit_codes()
@@ -119,17 +122,24 @@ class WorkerGroup:
             time.sleep(_POLL_SECONDS)
 
     def exit_codes(self, wait_seconds: float = 0.0) -> dict[int, int]:
-        """Return the exit codes by rank of the workers that end within so many seconds."""
+        """Wait for the workers at most so long; return the exit codes of ended ones, by rank."""
         codes = wait_for_all(self._processes, wait_seconds)
         return {rank: code for rank, code in enumerate(codes) if code is not None}
 
     def find_loss(self, rank: int) -> tuple[int, str]:
         """Find the worker whose end broke the channel of a rank, and describe its end.
 
-        The channels are closed, so that all workers end. Those that end because of another one have
+        Closes the channels, so that all workers end. Workers that end because of another one have
         the exit code `LOST`.
+
+        Returns
+        -------
+        culprit : int
+            The rank of the worker that ended first; `rank` if the exit codes don't show it.
+        ending : str
+            A description of its exit code.
         """
-        # The loss of one worker breaks the channels of others, which may be noticed first. If
+        # The loss of one worker breaks channels of other workers, which may be noticed first. If
         # rank 1 of three was killed, the exit codes are {0: LOST, 1: -9, 2: LOST}: rank 1 it is.
         self._close_channels()
         codes = self.exit_codes(_LOSS_SECONDS)
@@ -137,17 +147,18 @@ class WorkerGroup:
         return culprit, describe_exit(codes.get(culprit))
 
     def terminate(self) -> None:
-        """Send SIGTERM to all workers: they save their state and leave."""
+        """Send SIGTERM to all workers, which then save their state and exit."""
         for process in self._processes:
             process.send_signal(signal.SIGTERM)
 
     def end(self, grace_seconds: float = 0.0) -> None:
-        """Close the channels, and leave no process behind after the grace period."""
+        """Close the channels, and kill the remaining workers after the grace period."""
         self._close_channels()
         wait_for_all(self._processes, grace_seconds)
         for process in self._processes:
             process.end()
 
     def _close_channels(self) -> None:
+        """Close the parent's ends of the channels."""
         for channel in self.channels:
             channel.close()

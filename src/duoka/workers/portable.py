@@ -1,4 +1,4 @@
-"""Errors in a form for other processes."""
+"""Errors in a form for sending to another process."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pickle
 
 
 def make_portable(error: Exception) -> Exception:
-    """Return the error, or its text as a RuntimeError where pickle can't send its class."""
+    """Return the error, or a RuntimeError with its text if the error can't be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever its class does with what it is made of
+    except Exception:  # its class may raise any error
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error

@@ -1,4 +1,4 @@
-"""A child process: it ends with its parent, and its own children end with it."""
+"""A child process, which ends with its parent, together with its own children."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from contextlib import suppress
 class WorkerProcess:
     """A running program in a process group of its own.
 
-    Ctrl-C in the terminal reaches the parent alone. The standard input is a pipe that nobody writes
-    to: its end tells the program that the parent is gone (see `worker.end_with_parent`).
+    Ctrl-C in the terminal reaches only the parent. Standard input is a pipe to which nothing is
+    written; end-of-file tells the program that the parent has ended (see `worker.end_with_parent`).
 
     Parameters
     ----------
     command : sequence of str
     environment : mapping of str to str, optional
-        By default the parent's.
+        The program's environment; by default that of the parent.
     descriptors : sequence of int
-        Open files that the program inherits under the same numbers.
+        Open file descriptors that the program inherits, with the same numbers.
 
     Raises
     ------
     OSError
-        If no process can be started.
+        If the process can't be started.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class WorkerProcess:
         environment: Mapping[str, str] | None = None,
         descriptors: Sequence[int] = (),
     ) -> None:
-        # A group and not a session: where the parent is gone the kernel continues a group of the
-        # same session that is stopped (SIGSTOP), so that it can end.
+        # A group, not a session: if the parent ends, the kernel continues a stopped (SIGSTOP) group
+        # of the same session, so that the program can end.
         self._process = subprocess.Popen(
             command,
             env=environment,
@@ -52,29 +52,29 @@ class WorkerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code, or the negative number of a signal; None while the program runs."""
+        """The exit code, or the negated number of the signal; None while the program runs."""
         return self._process.poll()
 
     def send_signal(self, signum: int) -> None:
-        """Send a signal to the program alone; do nothing after its end."""
+        """Send a signal to the program, not to its children; do nothing after its end."""
         self._process.send_signal(signum)
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Wait for the end of the program, at most so many seconds; return its exit code."""
+        """Wait at most so many seconds for the program to end; return `exit_code`."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         return self.exit_code
 
     def kill(self) -> None:
-        """Kill all processes of the group."""
+        """Kill the program and its children (SIGKILL to the group)."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def end(self, grace_seconds: float = 0.0) -> int:
-        """Kill the group after the grace period; return the exit code of the program."""
+        """Wait for the grace period, then kill the group; return the program's exit code."""
         self.wait(grace_seconds)
-        # The group is killed once: after the end of its last process the kernel may give the number
-        # to another one.
+        # Kill the group only once: after its last process has ended, the kernel may reuse its
+        # number for another group.
         if not self._pipe.closed:
             self.kill()
             self._pipe.close()
@@ -82,13 +82,16 @@ class WorkerProcess:
 
 
 def wait_for_all(processes: Sequence[WorkerProcess], seconds: float) -> list[int | None]:
-    """Wait for the end of all processes, together so many seconds; return their exit codes."""
+    """Wait until all processes have ended, at most `seconds` in total; return the exit codes.
+
+    The exit code of a process that still runs is None.
+    """
     deadline = time.monotonic() + seconds
     return [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
 
 
 def describe_exit(code: int | None) -> str:
-    """Describe how a process has ended, by its exit code."""
+    """Describe an exit code; None stands for a running process with a broken channel."""
     if code is None:
         return "its connection was lost"
     return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -1,4 +1,4 @@
-"""Handlers of signals for as long as workers run."""
+"""Signal handlers for the time that workers run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from types import FrameType
 def handle_signals(
     handler: Callable[[int, FrameType | None], object], signums: Iterable[int]
 ) -> Iterator[None]:
-    """Install a handler of signals, and restore the handlers before at the end.
+    """Handle signals with `handler` inside the block; restore the former handlers at its end.
 
-    A signal that this process was started to ignore stays ignored. Does nothing outside the main
-    thread, which alone receives signals.
+    Signals that the process ignores stay ignored. Does nothing outside the main thread, since only
+    the main thread can set handlers.
     """
     former = {}
     if threading.current_thread() is threading.main_thread():

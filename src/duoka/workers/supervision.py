@@ -1,4 +1,4 @@
-"""Supervision of workers: restarts after a loss, and the limit of silence."""
+"""Supervision of workers: restarts after a loss, and detection of silent workers."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import time
 from collections import deque
 
 LOOK_SECONDS, SILENT_SECONDS = 0.5, 60.0
-"""Seconds between two looks at a worker, and seconds of silence after which it is lost.
+"""Seconds between two checks of a worker, and seconds of silence after which it counts as lost.
 
-A worker needs a second at most to answer, but a machine that swaps is slow and not dead.
+A worker responds within a second; the limit is longer so that a swapping machine isn't given up.
 """
 MAX_LOSSES, LOSSES_SECONDS = 3, 600.0
+"""A worker is not restarted after so many losses within so many seconds."""
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 1.0, 30.0
 
 
 class RestartPolicy:
-    """Decides about the restart of a lost worker, and its delay.
+    """Decides whether and after how many seconds a lost worker is restarted.
 
-    The delay doubles from 1 to 30 seconds. The third loss within ten minutes is the last.
+    The delay doubles from 1 to 30 seconds, and starts again from 1 after a worker that lived for
+    more than ten minutes. After the third loss within ten minutes, there is no restart.
     """
 
     def __init__(self) -> None:
@@ -25,7 +27,10 @@ class RestartPolicy:
         self._delay = _FIRST_DELAY_SECONDS
 
     def delay_after_loss(self, lived_seconds: float) -> float | None:
-        """Count a loss; return the seconds until the next start, or None to give up."""
+        """Count a loss; return the seconds to wait before the restart, or None to give up.
+
+        `lived_seconds` is how long the lost worker ran.
+        """
         self._losses.append(time.monotonic())
         if len(self._losses) == MAX_LOSSES and self._losses[-1] - self._losses[0] < LOSSES_SECONDS:
             return None
@@ -36,9 +41,9 @@ class RestartPolicy:
 
 
 class SilenceCounter:
-    """Measures how long a worker has shown no sign of life.
+    """Measures for how long a worker has given no sign of life.
 
-    Looks are counted and not seconds: the watching process may have been stopped as well.
+    Counts checks instead of reading a clock, since the supervising process may have been suspended.
     """
 
     def __init__(self, look_seconds: float = LOOK_SECONDS) -> None:
@@ -46,6 +51,6 @@ class SilenceCounter:
         self.seconds = 0.0
 
     def count(self, *, is_alive: bool) -> float:
-        """Count a look; return the seconds of silence so far."""
+        """Count a check, at which the worker was alive or not; return the seconds of silence."""
         self.seconds = 0.0 if is_alive else self.seconds + self._look_seconds
         return self.seconds

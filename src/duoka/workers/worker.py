@@ -1,4 +1,4 @@
-"""The side of a worker process: the channel to its parent, and an exit code for each ending."""
+"""The worker's side: the channel to its parent, and an exit code for each kind of end."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import NoReturn
 from duoka.errors import DuokaError
 
 LOST, DEFECT = 75, 70
-"""Exit codes of a worker that ends because another process did, and of one with a defect."""
+"""Exit codes: `LOST` if another process was lost, `DEFECT` after an unexpected error."""
 
 
 def end_with_parent() -> None:
-    """End this process when its parent is gone, in whatever way the parent ended."""
+    """Exit this process as soon as its parent has ended, for whatever reason."""
 
-    # Standard input is a pipe that the parent alone could write to, and never does. However the
-    # parent ends, also by SIGKILL, the kernel closes the pipe, and the read returns nothing.
+    # Standard input is a pipe from the parent, which never writes to it. However the parent ends,
+    # even by SIGKILL, the kernel closes the pipe, and the read returns end-of-file.
     def watch() -> None:
         while os.read(0, 1):
             pass
@@ -30,16 +30,16 @@ def end_with_parent() -> None:
 
 
 def run_with_channel(serve: Callable[[Connection], object]) -> NoReturn:
-    """Serve the parent over the channel whose number is the last argument, then exit."""
+    """Serve the parent over the channel whose descriptor is the last argument, then exit."""
     run_to_exit(lambda: serve(Connection(int(sys.argv[-1]))))
 
 
 def run_to_exit(
     work: Callable[[], object], *, losses: tuple[type[Exception], ...] = (EOFError, OSError)
 ) -> NoReturn:
-    """Do the work of a worker, and exit with the code of its ending.
+    """Call `work`, then exit the process with the exit code for its outcome.
 
-    `losses` are the errors by which the work tells that another process is gone.
+    `losses` are the errors that mean the loss of another process; they exit with `LOST`.
     """
     end_with_parent()
     code = 0
@@ -47,7 +47,7 @@ def run_to_exit(
         work()
     except losses:
         code = LOST
-    except DuokaError as error:  # the work has reported it
+    except DuokaError as error:  # `work` has reported it
         code = error.exit_code
     except Exception:
         traceback.print_exc()
@@ -56,7 +56,7 @@ def run_to_exit(
 
 
 def exit_now(code: int) -> NoReturn:
-    """Flush the output and exit; threads may wait for lost processes."""
+    """Flush the output and exit at once; threads, which may wait forever, are not joined."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

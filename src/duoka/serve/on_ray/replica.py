@@ -1,4 +1,4 @@
-"""A replica: the application of `duoka serve` around an engine, as Ray Serve runs it."""
+"""A replica on Ray Serve: an engine and the web application of `duoka serve`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _ANCHOR_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSettings:
-    """The settings of a replica: its engine by the id of the node, and the application.
+    """The settings of all replicas: the engine for each node, and options of the application.
 
-    `is_local` says that the server's own machine alone reaches its address, and needs no key.
+    `engines` are by node id. `is_local` means that only the server's machine can reach the address
+    and that no key is required; see `Gate`.
     """
 
     engines: Mapping[str, EngineSettings]
@@ -37,32 +38,33 @@ class ReplicaSettings:
 
 
 class Anchor:
-    """An actor with the lifetime of the server's process."""
+    """An actor that lives as long as the server's process, for replicas to detect its end."""
 
     def ping(self) -> None:
-        """Return if the actor lives; Ray raises an error otherwise."""
+        """Do nothing; a remote call raises an error if the actor is gone."""
 
 
 class Replica:
-    """Answers requests with an engine in a process of its own.
+    """A replica: runs requests on an engine in a process of its own.
 
-    Ray Serve begins another one where the engine has ended too often. Where the server's process is
-    gone the replica takes its application off the cluster.
+    Ray Serve replaces the replica when its engine has failed permanently. When the server's process
+    is gone, the replica deletes the application from the cluster.
     """
 
     async def __init__(self, settings: ReplicaSettings, anchor: Any) -> None:  # type: ignore[misc]
         sort_visible()
         node_id = ray.get_runtime_context().get_node_id()
-        # A node that has joined later gets the plan of another one, if that fits its GPUs.
+        # A node that joined later uses the plan of another node; `on_this_machine` checks that it
+        # fits.
         engine = settings.engines.get(node_id) or next(iter(settings.engines.values()))
         plan = await asyncio.to_thread(engine.plan.on_this_machine)
         self._settings = settings
         self._pool = EnginePool([replace(engine, plan=plan)], settings.max_queue)
         await self._pool.start()
-        self._watch = asyncio.create_task(_end_with(anchor))
+        self._watch = asyncio.create_task(_delete_without(anchor))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """For Ray Serve: return the application."""
+        """Return the web application; called by Ray Serve."""
         settings = self._settings
         service = Service(
             self._pool,
@@ -73,24 +75,24 @@ class Replica:
         return make_app(service, key=settings.key, is_local=settings.is_local)
 
     def check_health(self) -> None:
-        """For Ray Serve: raise where the engine is not to be started any more."""
+        """Raise an error if the engine has failed permanently; called by Ray Serve."""
         if self._pool.has_failed:
             raise RuntimeError(self._pool.engines[0].reason)
 
     async def __del__(self) -> None:
-        """For Ray Serve: end the engine, when all requests are answered."""
+        """End the engine; called by Ray Serve when all requests are answered."""
         self._watch.cancel()
         await self._pool.close()
 
 
-async def _end_with(anchor: Any) -> None:
-    """Delete the application when the server's process is gone."""
+async def _delete_without(anchor: Any) -> None:
+    """Delete the application when `anchor`, and so the server's process, is gone."""
     name = serve.get_replica_context().app_name
     while True:
         try:
             await anchor.ping.remote()
         except ray.exceptions.ActorUnavailableError:
-            pass  # the network, perhaps: the next one may come through
+            pass  # perhaps a network problem: try again
         except ray.exceptions.RayActorError:
             await asyncio.to_thread(serve.delete, name, _blocking=False)
         await asyncio.sleep(_ANCHOR_SECONDS)

@@ -1,4 +1,4 @@
-"""The server on a Ray cluster: replicas deployed behind Ray Serve's own HTTP proxy."""
+"""The server on a Ray cluster: deploys replicas behind Ray Serve's own HTTP proxy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from duoka.serve.address import Address, format_url
 from .nodes import ClusterPlan
 from .replica import Anchor, Replica, ReplicaSettings
 
-# Beside generations a replica answers short requests, such as /health.
+# Concurrent short requests of a replica, such as /health, in addition to generations.
 _MORE_REQUESTS = 16
 
 
@@ -37,19 +37,19 @@ def serve_on_ray(
     ----------
     cluster : ClusterPlan
     bounds : tuple of int
-        The least and the most replicas.
+        The smallest and the largest number of replicas.
     settings : ReplicaSettings
     address : Address
-        Of Ray Serve's proxy, on the cluster's head.
+        The address of Ray Serve's proxy, on the head node of the cluster.
     on_ready : callable
-        Called with the URL when the least replicas are ready.
+        Called with the URL when the smallest number of replicas is ready.
 
     Raises
     ------
     UsageError
-        If the address can't be had, or the cluster serves something already.
+        If the address isn't available, or the cluster already serves an application.
     MachineError
-        If a replica can't be opened.
+        If the replicas can't be started.
     """
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     with address.bind() as bound:
@@ -59,7 +59,7 @@ def serve_on_ray(
             f"the cluster already serves {min(running)}",
             hint="stop it with `serve shutdown -y`",
         )
-    serve.shutdown()  # its proxy may have another address
+    serve.shutdown()  # a running proxy may have another address
     serve.start(proxy_location="HeadOnly", http_options={"host": address.host, "port": port})
     name = "duoka-" + re.sub(r"[^\w.-]", "-", settings.model)
     try:
@@ -83,6 +83,7 @@ def serve_on_ray(
 
 
 def _deployment(cluster: ClusterPlan, bounds: tuple[int, int], settings: ReplicaSettings) -> Any:
+    """Return the Ray Serve deployment, which scales between the bounds by the running requests."""
     actor: dict[str, Any] = {"num_gpus": cluster.gpus_per_replica}
     if cluster.foreign_ids:  # a node that joins later may hold replicas
         actor["label_selector"] = {"ray.io/node-id": f"!in({','.join(cluster.foreign_ids)})"}

@@ -1,12 +1,12 @@
-"""vLLM, started by a plan: the exported command as a subprocess, ready when `/health` answers.
+"""Serve with vLLM as planned: run the exported command as a subprocess until it ends.
 
-duoka's own engine runs on one machine; where a model needs several, or vLLM's kernels are wanted,
-duoka plans and vLLM answers. It lives in an environment of its own, whose Python is named: nothing
-of it is imported here.
+duoka's own engine runs on one machine. For a model that needs several machines, or for vLLM's
+kernels, duoka plans and vLLM serves. vLLM is installed in an environment of its own, whose Python
+the user names; it is never imported here.
 
-- `commands`: the command of each machine, the options of a person, plans that are refused
+- `commands`: the command of each machine, the user's options, and refusals of plans
 - `nodes`: the machines that share a plan
-- `launch`: from a plan to an exit code
+- `launch`: starts vLLM, waits until it is healthy, forwards signals, and returns its exit code
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The vLLM command of each machine of a plan."""
+"""The vLLM command of each machine for a plan."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from duoka.report.export.vllm import NAME, VllmCommand, read_command
 from .nodes import Node, devices_by_node
 
 MODULE = "vllm.entrypoints.cli.main"
-"""The module of vLLM's command line."""
+"""The module of vLLM's command-line interface."""
 DRAIN_SECONDS = 30
-"""How long requests in flight have after SIGTERM or Ctrl-C."""
+"""Seconds for running requests to finish after SIGTERM or Ctrl-C."""
 _QUANTIZATION = ("--quantization", "-q")
-# Where the machines find each other.
+# The port on the first machine at which the machines connect to each other.
 _MASTER_PORT = "29501"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmOptions:
-    """The options of a person beside the plan.
+    """The user's options for vLLM, in addition to the plan.
 
     Parameters
     ----------
     python : Path
-        The Python that vLLM is installed for.
+        The Python of the environment in which vLLM is installed.
     host, port
-        Where vLLM answers; port 0 is a free one.
+        The address at which vLLM listens; port 0 selects a free one.
     name : str, optional
-        What clients call the model; by default its repository, or the name of its directory.
+        The model's name for clients; by default its repository, or the name of its directory.
     api_key : str, optional
-        The key that requests have to come with.
+        The API key that clients must send; by default none.
     trust_remote_code : bool
-        Let the checkpoint's code run.
+        Allow the checkpoint's own code to run.
     nodes : tuple of Node
-        The machines that share the plan, this one first; empty for this one alone.
+        The machines that share the plan, this machine first; empty for this machine only.
     arguments : tuple of str
         Further arguments of ``vllm serve``.
     """
@@ -58,17 +58,18 @@ class VllmOptions:
 
     @property
     def argument_names(self) -> set[str]:
-        """The names of the further arguments; vLLM takes dashes and underscores alike."""
+        """The option names in `arguments`, with dashes: vLLM accepts underscores, too."""
         words = (argument.partition("=")[0] for argument in self.arguments)
         return {word.replace("_", "-") for word in words}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCommand:
-    """The command of a machine.
+    """The vLLM command of one machine.
 
-    `words` are ``serve``, the model and what has no value; `options` are pairs of a name and a
-    value; `environment` is what the plan adds to the machine's own.
+    `words` are ``serve``, the model, the user's further arguments, and options without a value.
+    `options` are pairs of name and value. `environment` are the variables that the plan sets in
+    addition to the machine's environment.
     """
 
     address: str
@@ -78,11 +79,11 @@ class NodeCommand:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The arguments of vLLM's command line."""
+        """The argv of vLLM's command line, after the program."""
         return (*self.words, *(word for option in self.options for word in option))
 
     def shell_text(self, python: Path) -> str:
-        """Return the command for a shell, with the Python of vLLM's environment."""
+        """Return the command as text for a shell, run with the Python of vLLM's environment."""
         words = [os.fspath(python), "-P", "-m", MODULE, *self.words]
         return format_command(self.environment, words, self.options)
 
@@ -90,36 +91,36 @@ class NodeCommand:
 def commands(
     plan: Plan, options: VllmOptions, profile: Profile | None = None
 ) -> tuple[NodeCommand, ...]:
-    """Return the command of each machine, in the order of ranks; the first machine answers.
+    """Return the command of each machine in the order of ranks; the first machine serves.
 
     Parameters
     ----------
     plan : Plan
-        For generating, on GPUs, in stages of whole layers.
+        A plan for generation on GPUs, in stages of whole layers.
     options : VllmOptions
     profile : Profile, optional
-        Of the plan's model, for the bytes of a cache that isn't paged.
+        The profile of the plan's model, for the bytes of a KV cache that isn't paged.
 
     Raises
     ------
     UsageError
-        If vLLM can't be told this plan, or not on these machines.
+        If vLLM can't run this plan, or not on these machines.
     """
     _refuse_unservable(plan, options)
-    plan = plan.lasting()  # other machines have another working directory
+    plan = plan.lasting()  # other machines have other working directories
     command = read_command(plan, profile)
     code = ("--trust-remote-code",) if options.trust_remote_code else ()
-    listening = (
+    server_options = (
         ("--served-model-name", served_name(plan, options)),
         ("--host", options.host),
         ("--port", str(options.port)),
         ("--shutdown-timeout", str(DRAIN_SECONDS)),
     )
-    # Of an option that is there twice vLLM takes the last one: the plan's come after a person's.
+    # Of a repeated option, vLLM uses the last one, so the plan's options follow the user's.
     head = NodeCommand(
         address=options.host,
         words=("serve", command.model, *options.arguments, *code),
-        options=(*command.options, *listening),
+        options=(*command.options, *server_options),
         environment=tuple(command.environment),
     )
     for name, _ in head.options:
@@ -129,19 +130,22 @@ def commands(
                 hint="use --context, --batch, --gpus, --host, --port or --name, or run vLLM "
                 "yourself: duoka plan --export vllm",
             )
-    return _on_nodes(head, command, options.nodes) if len(options.nodes) > 1 else (head,)
+    return _commands_on_nodes(head, command, options.nodes) if len(options.nodes) > 1 else (head,)
 
 
-def _on_nodes(
+def _commands_on_nodes(
     head: NodeCommand, command: VllmCommand, nodes: Sequence[Node]
 ) -> tuple[NodeCommand, ...]:
-    """Return the command of each machine; only the first one answers requests."""
+    """Return the command of each of several machines; `head` is the command for a single one.
+
+    Only the first machine serves requests; the others run without a server (`--headless`).
+    """
     parts = devices_by_node(command.pipeline, nodes)
-    # On a machine its GPUs have other numbers than in the plan.
+    # Drop the plan's CUDA_VISIBLE_DEVICES: each machine numbers its own GPUs from 0.
     shared = [pair for pair in command.environment if not pair[0].startswith("CUDA_")]
     commands = []
     for rank, (node, devices) in enumerate(parts):
-        joining = (
+        node_options = (
             ("--distributed-executor-backend", "mp"),
             ("--nnodes", str(len(parts))),
             ("--node-rank", str(rank)),
@@ -152,7 +156,7 @@ def _on_nodes(
             NodeCommand(
                 address=node.address,
                 words=(*head.words, "--headless") if rank else head.words,
-                options=(*(command.options if rank else head.options), *joining),
+                options=(*(command.options if rank else head.options), *node_options),
                 environment=(*common.visible_environment(NAME, devices), *shared),
             )
         )
@@ -160,13 +164,13 @@ def _on_nodes(
 
 
 def served_name(plan: Plan, options: VllmOptions) -> str:
-    """Return the name of the model for clients."""
+    """Return the model's name for clients; see `VllmOptions`."""
     name = common.model_name(plan)
     return options.name or (PurePath(name).name if PurePath(name).is_absolute() else name)
 
 
 def _refuse_unservable(plan: Plan, options: VllmOptions) -> None:
-    """Refuse a plan for which there is a command, though vLLM couldn't run it as planned."""
+    """Refuse plans with an exported command, but which vLLM can't run as planned."""
     if plan.devices[0].startswith("vgpu"):
         raise UsageError(
             f"the plan is for virtual GPUs ({', '.join(plan.devices)[:80]}), and vLLM needs real "

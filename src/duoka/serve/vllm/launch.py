@@ -1,4 +1,4 @@
-"""vLLM as a subprocess: ready when its `/health` answers, ended with this process."""
+"""Run vLLM as a subprocess: wait until `/health` responds, forward signals, end it at exit."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from duoka.workers.signals import handle_signals
 from .commands import DRAIN_SECONDS, MODULE, VllmOptions, commands, served_name
 
 _POLL_SECONDS, _HEALTH_SECONDS = 0.2, 5.0
-# Until it answers: models are large, and may have to be downloaded.
+# For vLLM to become healthy: large models may have to be downloaded first.
 _START_SECONDS = 1800.0
-# Beyond the time to drain: engines let go of their GPUs.
+# After `DRAIN_SECONDS`, for vLLM's processes to release the GPUs.
 _GRACE_SECONDS = 15.0
 _KEY = "VLLM_API_KEY"
-# For duoka's Python, not for another one; and what a plan says is said anew.
+# Variables for duoka's Python rather than vLLM's; and one that the plan sets if necessary.
 _NOT_INHERITED = ("PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "VLLM_PP_LAYER_PARTITION")
-# Linux tells the program where duoka's ends without a word to it (PR_SET_PDEATHSIG).
+# PR_SET_PDEATHSIG: Linux sends vLLM SIGTERM when duoka's process ends, even if it is killed.
 _PROGRAM = """\
 import ctypes, runpy, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
@@ -44,7 +44,7 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 _FORWARDED = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGTERM: signal.SIGTERM,
-    signal.SIGHUP: signal.SIGTERM,  # which many programs know, and not the terminal's end
+    signal.SIGHUP: signal.SIGTERM,  # on which programs drain, unlike SIGHUP
 }
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -52,32 +52,33 @@ _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 def serve_with_vllm(plan: Plan, options: VllmOptions, show: Callable[[str], None]) -> int:
     """Serve a model with vLLM as planned, until vLLM ends or is stopped.
 
-    The commands of further machines are shown first. SIGINT, SIGTERM and SIGHUP are forwarded to
-    vLLM, which then answers what it has begun and takes nothing new. To be called in the main
-    thread, where signals are; when it returns no process is left.
+    First shows the commands for the other machines. SIGINT, SIGTERM and SIGHUP are forwarded to
+    vLLM (SIGHUP as SIGTERM), which then finishes running requests and accepts no new ones. Must be
+    called in the main thread, which receives signals. When it returns, no process of vLLM is left.
 
     Parameters
     ----------
     plan : Plan
-        For generating; of GPUs that are here, or on the machines of `options`.
+        A plan for generation on GPUs of this machine, or of the machines in `options`.
     options : VllmOptions
     show : callable
-        Shows a line to a person.
+        Shows a line to the user.
 
     Returns
     -------
     int
-        vLLM's exit code; 128 and a signal's number where that ended it.
+        vLLM's exit code; 128 plus the signal's number if a signal ended it.
 
     Raises
     ------
     UsageError
-        If vLLM can't be told this plan, an option is wrong, or the address is taken.
+        If vLLM can't run this plan, an option is invalid, or the address is in use.
     MachineError
-        If vLLM ends before it answers, or doesn't answer in time.
+        If vLLM ends before it is healthy, or doesn't become healthy in time.
     """
     profile = cached_profile(plan)
-    # Another server's answers would be taken for vLLM's.
+    # Check that the address is free, as another server's responses would be taken for vLLM's. Bind
+    # also selects the port for port 0.
     with Address(host=options.host, port=options.port).bind() as bound:
         options = replace(options, port=bound.getsockname()[1])
     head, *remote = commands(plan, options, profile)
@@ -90,10 +91,10 @@ def serve_with_vllm(plan: Plan, options: VllmOptions, show: Callable[[str], None
     inherited = {name: text for name, text in os.environ.items() if name not in _NOT_INHERITED}
     key = {} if options.api_key is None else {_KEY: options.api_key}
     environment = {**inherited, **dict(head.environment), **key}
-    words = [python, "-P", "-c", _PROGRAM, MODULE, *head.arguments]
-    with _running(WorkerProcess(words, environment=environment)) as (process, is_stopping):
+    argv = [python, "-P", "-c", _PROGRAM, MODULE, *head.arguments]
+    with _forward_signals(WorkerProcess(argv, environment=environment)) as (process, is_stopping):
         if _wait_until_healthy(process, options, is_stopping):
-            for line in _welcome(plan, options, has_key=_KEY in environment):
+            for line in _describe_ready(plan, options, has_key=_KEY in environment):
                 show(line)
         process.wait()
     code = _shell_exit_code(process)
@@ -102,12 +103,13 @@ def serve_with_vllm(plan: Plan, options: VllmOptions, show: Callable[[str], None
 
 
 def _shell_exit_code(process: WorkerProcess) -> int | None:
-    """Return the exit code as a shell does: 128 and the number of a signal."""
+    """Return the exit code as a shell does: 128 plus a signal's number; None while running."""
     code = process.exit_code
     return code if code is None or code >= 0 else 128 - code
 
 
 def _find_python(python: Path) -> str:
+    """Return the absolute path of a Python program, which may be a name on PATH."""
     program = shutil.which(os.fspath(python))
     if program is None:
         raise UsageError(
@@ -115,21 +117,24 @@ def _find_python(python: Path) -> str:
             hint="give the Python of the environment with vLLM: --engine-python "
             "/opt/vllm/bin/python",
         )
-    return str(Path(program).absolute())  # links stay, since they tell a virtual environment
+    return str(Path(program).absolute())  # keep symbolic links: they identify a virtual environment
 
 
 @contextmanager
-def _running(process: WorkerProcess) -> Iterator[tuple[WorkerProcess, threading.Event]]:
-    """Forward signals to a running process, and end the process and its children at last.
+def _forward_signals(process: WorkerProcess) -> Iterator[tuple[WorkerProcess, threading.Event]]:
+    """Forward signals to a process inside the block; then end the process and its children.
 
-    It is killed where it doesn't end in time after the first signal, which sets the event.
+    Yields the process and an event that the first signal sets. If the process doesn't end in time
+    after the first signal, it is killed.
     """
-    # vLLM drains after the first signal, and is killed with all its engines where it takes longer
-    # than it says. Further signals reach it as well; they don't shorten that time.
+    # vLLM drains after the first signal; it is killed with all its processes if it takes longer
+    # than its --shutdown-timeout and the grace period. Further signals are forwarded, too, but
+    # don't shorten that time.
     is_stopping = threading.Event()
     timer = threading.Timer(DRAIN_SECONDS + _GRACE_SECONDS, process.kill)
 
     def stop(signum: int, frame: FrameType | None = None) -> None:
+        """Forward a signal; the first one starts the timer."""
         process.send_signal(_FORWARDED[signal.Signals(signum)])
         if not is_stopping.is_set():
             is_stopping.set()
@@ -148,7 +153,10 @@ def _running(process: WorkerProcess) -> Iterator[tuple[WorkerProcess, threading.
 def _wait_until_healthy(
     process: WorkerProcess, options: VllmOptions, is_stopping: threading.Event
 ) -> bool:
-    """Wait until vLLM answers; return False where a signal comes earlier."""
+    """Return True once vLLM is healthy, or False if a signal comes earlier.
+
+    Raises MachineError if vLLM ends, or isn't healthy in time.
+    """
     deadline = time.monotonic() + _START_SECONDS
     while not is_stopping.wait(_POLL_SECONDS):
         code = _shell_exit_code(process)
@@ -171,6 +179,7 @@ def _wait_until_healthy(
 
 
 def _is_healthy(url: str) -> bool:
+    """Return True if `/health` responds with 200, without using a proxy."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with (
         suppress(OSError, HTTPException),
@@ -181,19 +190,19 @@ def _is_healthy(url: str) -> bool:
 
 
 def _url_of(options: VllmOptions) -> str:
-    """Return where a client on this machine reaches vLLM."""
+    """Return the URL at which a client on this machine reaches vLLM."""
     return format_url(_ANY_ADDRESS.get(options.host, options.host), options.port)
 
 
-def _welcome(plan: Plan, options: VllmOptions, *, has_key: bool) -> list[str]:
-    """Return the address of vLLM and a `curl` command, for a person."""
+def _describe_ready(plan: Plan, options: VllmOptions, *, has_key: bool) -> list[str]:
+    """Return lines for the user: the address of vLLM, and a `curl` command for a first request."""
     url = _url_of(options)
     body = {
         "model": served_name(plan.lasting(), options),
         "messages": [{"role": "user", "content": "Hello"}],
     }
-    words = ["curl", f"{url}/v1/chat/completions"]
-    words += ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
-    # The key is not shown; a shell puts it in.
+    argv = ["curl", f"{url}/v1/chat/completions"]
+    argv += ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
+    # Don't show the key: the shell expands $KEY.
     key = ' -H "Authorization: Bearer $KEY"' if has_key else ""
-    return [f"vLLM is ready at {url}/v1", shlex.join(words) + key]
+    return [f"vLLM is ready at {url}/v1", shlex.join(argv) + key]

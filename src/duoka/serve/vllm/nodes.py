@@ -1,7 +1,7 @@
 """Nodes: the machines that share a plan, each with its GPUs.
 
-A plan knows GPUs and not where they are. They are numbered through: the first node has the first
-ones of the fleet, the second one those after them.
+A plan has a list of GPUs, without their machines. The GPUs of all machines are numbered
+consecutively: the first machine has the first GPUs of the fleet, the second machine the next ones.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _EXAMPLE = "10.0.0.1=2,10.0.0.2=2"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A machine: its address for the other machines, and the number of its GPUs."""
+    """A machine: its address for the other machines, and its number of GPUs."""
 
     address: str
     num_gpus: int
 
 
 def parse_nodes(text: str) -> tuple[Node, ...]:
-    """Read a list of machines; the first machine answers requests.
+    """Parse a list ``ADDRESS=GPUS,…`` of machines; the first machine serves requests.
 
     Raises
     ------
     UsageError
-        If it can't be understood, or names a machine twice.
+        If the text is not such a list, or names a machine twice.
 
     Examples
     --------
@@ -54,15 +54,16 @@ def parse_nodes(text: str) -> tuple[Node, ...]:
 def devices_by_node(
     pipeline: LayerPipeline, nodes: Sequence[Node]
 ) -> list[tuple[Node, tuple[Device, ...]]]:
-    """Return the machines with stages in order, and the stages' GPUs by their numbers there.
+    """Return the machines in the order of stages, each with the GPUs of its stages.
 
-    vLLM gives every machine as many ranks as the next one, and the ranks in order.
+    The GPUs are named by their numbers on their machine. Raises UsageError unless the stages are
+    as vLLM assigns ranks: the same number on each machine, one machine after another.
     """
     devices = [stage.device for stage in pipeline.stages]
     parts = [
         (node, tuple(replace(device, name=f"cuda:{number}") for (_, number), device in run))
         for node, run in groupby(
-            ((_place(device, nodes), device) for device in devices), key=lambda part: part[0][0]
+            ((_find_node(device, nodes), device) for device in devices), key=lambda part: part[0][0]
         )
     ]
     order = [node for node, _ in parts]
@@ -78,8 +79,8 @@ def devices_by_node(
     return parts
 
 
-def _place(device: Device, nodes: Sequence[Node]) -> tuple[Node, int]:
-    """Return the machine of a GPU, and the number of the GPU there."""
+def _find_node(device: Device, nodes: Sequence[Node]) -> tuple[Node, int]:
+    """Return the machine of a GPU, and the GPU's number there."""
     if device.uuid:
         raise UsageError(
             f"{device.name} was detected on this machine, and the plan is for several machines",
