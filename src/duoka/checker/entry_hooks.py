@@ -19,8 +19,8 @@ from duoka.runtime.dispatch.place_tensors import tensor_names
 
 from .mixed_call import CAUSE
 
+# Called with the device of the placed module that is entered.
 Entered = Callable[[torch.device], None]
-"""Called with the device of the placed module that is entered."""
 
 
 def watch_entries(

@@ -14,8 +14,8 @@ from unittest import mock
 import torch
 from torch.autograd.function import BackwardCFunction
 
+# Called with the function's class, the input's index, the gradient, and the expected device.
 Misplaced = Callable[[type, int, torch.Tensor, torch.device], None]
-"""Called with the function's class, the input's index, the gradient, and the expected device."""
 
 
 @contextmanager

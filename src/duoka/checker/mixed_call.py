@@ -188,15 +188,15 @@ class FaultRecord:
 
     first: Fault
     """The fault at its first occurrence."""
+    # The earlier fault without which this one would not occur.
     cause: FaultRecord | None = None
-    """The earlier fault without which this one would not occur."""
     modules: dict[str, None] = field(default_factory=dict)
+    # The most occurrences in one step.
     count: int = 0
-    """The most occurrences in one step."""
+    # The faults that this fault causes.
     followups: list[FaultRecord] = field(default_factory=list)
-    """The faults that this one causes."""
+    # Local names that held a tensor on the target at every occurrence; None before the first.
     at_hand: tuple[str, ...] | None = None
-    """Local names that held a tensor on the target at every occurrence; None before the first."""
     _step: int = -1
     _in_step: int = 0
 

@@ -29,8 +29,7 @@ class Container:
 
     node: ast.expr
     element: ast.expr | None = None
-    """Expression of one tensor: the element of the comprehension, or an element of the list. None
-    if `node` is moved item by item."""
+    """Expression of one tensor, in the comprehension or list; None to move `node` by its items."""
 
 
 # Forms in which several tensors come to an operation. D is a device expression, e a loop variable.
