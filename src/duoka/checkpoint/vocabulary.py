@@ -67,7 +67,7 @@ def encoding_of(model: SentencePieceModel | Mapping[bytes, int]) -> Tokenizer:
 
 
 def read_vocabulary(path: Path) -> SentencePieceModel | dict[bytes, int]:
-    """Read a vocabulary: tiktoken's if its first line is a token and a rank, else sentencepiece's."""
+    """Read a vocabulary, tiktoken's (first line: token and rank) or else sentencepiece's."""
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise CheckpointError(

@@ -36,7 +36,7 @@ _SHA256_LENGTH = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteFile:
-    """A file of a repository; `etag` is its sha256, for small files git's sha1, or "" if unknown."""
+    """A file of a repository; `etag` is its sha256, or git's sha1 of a small file, or ""."""
 
     name: str
     num_bytes: int

@@ -119,7 +119,7 @@ class HubSnapshot:
         return self.path / name
 
     def headers(self, names: Sequence[str]) -> dict[str, dict[str, TensorInfo]]:
-        """Read the headers of safetensors files; of files not downloaded, fetch the header alone."""
+        """Read the headers of safetensors files; of a missing file fetch the header alone."""
         with ThreadPoolExecutor(_HEADERS_AT_ONCE) as pool:
             return dict(zip(names, pool.map(self._header, names), strict=True))
 
