@@ -140,7 +140,7 @@ def check(
     request = _CheckRequest(
         placement=placement,
         inputs=inputs,
-        workload=_with_largest(workload or Workload(), images),
+        workload=_with_largest_image(workload or Workload(), images),
         training=Training(method="full") if train is True else train or None,
         fleet=fleet,
         constraints=Constraints(strategy=strategy or "auto"),
@@ -148,7 +148,7 @@ def check(
     subject = _subject(model, request)
     if isinstance(subject, CheckReport):
         return subject
-    subject = _with_images(_offloaded(subject, placement), images)
+    subject = _with_images(_with_offloaded(subject, placement), images)
     say("running the model on virtual GPUs")
     report = check_subject(subject)
     if subject.inputs is None:
@@ -158,14 +158,14 @@ def check(
         report = replace(report, notes=(*report.notes, subject.if_too_large))
     if report.ok and request.refusals:
         # `plan` and `generate` refuse this model on these devices, so the report isn't clean.
-        report = replace(report, stop=_unplanned(request.refusals[0]))
+        report = replace(report, stop=_planning_stop(request.refusals[0]))
     if report.stop is None or report.stop.hint or not subject.hint:
         return report
     hint = stop_hint(report.stop.message, subject.hint)
     return replace(report, stop=replace(report.stop, hint=hint))
 
 
-def _unplanned(error: DuokaError) -> Stop:
+def _planning_stop(error: DuokaError) -> Stop:
     """Describe that a model cannot be planned, with the line of its code."""
     spot = None if error.__cause__ is None else raised_in(error.__cause__)
     place = None if spot is None else place_of(spot)
@@ -199,7 +199,7 @@ def _subject(
             raise
         is_trained = request.training is not None
         return CheckReport(model=checkpoint.source, devices=(), stop=stop, train=is_trained)
-    subject = _trainable(subject, request.training)
+    subject = _prepare_to_train(subject, request.training)
     if checkpoint.builds_own_model:
         note = "" if subject.train else whole_prompt_note(checkpoint, subject.workload)
         sees = any(re.search("vision|visual", key) for key in checkpoint.config)
@@ -208,7 +208,7 @@ def _subject(
     return replace(subject, not_run=checkpoint.untrusted_code)
 
 
-def _offloaded(subject: Subject, placement: Where | None) -> Subject:
+def _with_offloaded(subject: Subject, placement: Where | None) -> Subject:
     """Return the subject with the plan's offloaded weights in host memory."""
     if not isinstance(placement, Plan) or not placement.offloaded:
         return subject
@@ -221,7 +221,7 @@ def _offloaded(subject: Subject, placement: Where | None) -> Subject:
     return replace(subject, offloaded=placement.offloaded)
 
 
-def _trainable(subject: Subject, training: Training | None) -> Subject:
+def _prepare_to_train(subject: Subject, training: Training | None) -> Subject:
     """Return the subject prepared for its training method."""
     if training is None or training == Training(method="full"):
         return subject
@@ -230,7 +230,7 @@ def _trainable(subject: Subject, training: Training | None) -> Subject:
     return replace(subject, entries=complete_map(subject.model, subject.entries)[0])
 
 
-def _with_largest(workload: Workload, sizes: Sequence[tuple[int, int]]) -> Workload:
+def _with_largest_image(workload: Workload, sizes: Sequence[tuple[int, int]]) -> Workload:
     """Return the workload planned for images: their number, with the largest width and height."""
     if not sizes:
         return workload
@@ -261,7 +261,7 @@ def _subject_of_module(model: nn.Module, request: _CheckRequest) -> Subject:
     """Return the subject for a module: on its placement, a plan, or a split by bytes."""
     placement = request.placement
     if placement is None:
-        call = _call_of(request.inputs)
+        call = _call_arguments(request.inputs)
         load = request.workload if call is None else None
         placement = _plan_all(partial(plan, model, workload=load, inputs=call), request)
     request, placement = _unpack_plan(request, placement)
@@ -307,7 +307,7 @@ def _place_subject(
     )
 
 
-def _call_of(inputs: Any) -> Mapping[str, Any] | tuple[Any, ...] | None:
+def _call_arguments(inputs: Any) -> Mapping[str, Any] | tuple[Any, ...] | None:
     """Return the arguments of a single call; None if there is none, or inputs is a function."""
     if isinstance(inputs, Mapping) or inputs is None:
         return inputs

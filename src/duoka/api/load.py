@@ -200,7 +200,7 @@ def _load_weights(plan: Plan, opened: OpenedModel, progress: Progress | None) ->
 
 
 def read_adapter_for(plan: Plan, adapter: str | os.PathLike[str]) -> LoraAdapter:
-    """Read a LoRA adapter; refuse quantized or offloaded weights, which can't take one."""
+    """Read a LoRA adapter; refuse plans with quantized or offloaded weights."""
     if plan.workload.quantize != "none" or plan.offloaded:
         raise UsageError(
             "an adapter can't be merged into quantized or offloaded weights, and the plan has "
@@ -211,7 +211,7 @@ def read_adapter_for(plan: Plan, adapter: str | os.PathLike[str]) -> LoraAdapter
 
 
 def _refuse_untrusted(plan: Plan, checkpoint: Checkpoint) -> None:
-    """Refuse a plan that was made with the checkpoint's own code if that code may not run now."""
+    """Refuse a plan made with the checkpoint's own code, if the code may not run now."""
     is_other = plan.fingerprint != checkpoint.fingerprint
     if is_other and plan.request.trust_remote_code and not checkpoint.trust_remote_code:
         raise ModelError(

@@ -40,7 +40,7 @@ def is_computable(subject: Subject) -> bool:
 
 
 def compute(subject: Subject, *, on_one: bool = False) -> Numbers:
-    """Run a subject with real numbers from a fixed seed; `on_one` puts it on its first GPU.
+    """Run a subject with real numbers from a fixed seed; with `on_one` entirely on its first GPU.
 
     A workload is limited to a few hundred tokens and steps.
     """
@@ -68,6 +68,7 @@ class _Computation(CheckRun):
             )
 
     def _run(self, first_device: torch.device) -> Stop | None:
+        """Run the subject, and keep the outputs of all calls and the gradients."""
         model = self.subject.model
         model.register_forward_hook(self._keep_output, always_call=False)
         stop = super()._run(first_device)

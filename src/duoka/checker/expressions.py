@@ -128,9 +128,9 @@ class Expressions:
         if isinstance(self._node, ast.Call) and isinstance(index, int):
             if receiver and -1 in arguments:
                 index -= 1
-            for at, node in self._arguments:
-                if isinstance(at, int) and isinstance(node, ast.Starred) and index >= at:
-                    return self._written(node, f"{self._text(node.value)}[{index - at}]")
+            for start, node in self._arguments:
+                if isinstance(start, int) and isinstance(node, ast.Starred) and index >= start:
+                    return self._written(node, f"{self._text(node.value)}[{index - start}]")
         if isinstance(index, str) and index not in arguments:
             # PyTorch's functions pass on by name an argument that was given by position.
             index = self._positions.get(index, index)
@@ -139,19 +139,19 @@ class Expressions:
 
     def _item_text(self, node: ast.expr, path: tuple[int | str, ...]) -> OperandText:
         """Return the element of a list display at `path`, or the list with indices: "xs[1]"."""
-        for at, step in enumerate(path):
+        for depth, step in enumerate(path):
             items = node.elts if isinstance(node, (ast.List, ast.Tuple)) else None
             spelled = items is not None and not any(isinstance(i, ast.Starred) for i in items)
             if items is None or not spelled or isinstance(step, str):
                 if isinstance(node, (ast.ListComp, ast.GeneratorExp)):
                     return self._written(node, self._text(node.elt))
-                steps = "".join(f"[{step!r}]" for step in path[at:])
+                steps = "".join(f"[{step!r}]" for step in path[depth:])
                 return self._written(node, self._text(node) + steps)
             node = items[step]
         return self._written(node, self._text(node))
 
     def _match_value(self, node: ast.expr, tensor: torch.Tensor) -> str | None:
-        """Return the text of `tensor` if it is the value of `node` or an item of it; else None."""
+        """Return the text of `node`, or of an item of it, with the value `tensor`; else None."""
         value = self._value(node)
         if value is tensor:
             return self._text(node)

@@ -72,7 +72,7 @@ _COPYING_WRITES = frozenset(
         "scatter", "scatter_add", "scatter_reduce", "slice_scatter", "select_scatter", "copy",
     }
 )  # fmt: skip
-_DEAR_BYTES = 2**20
+_LARGE_BYTES = 2**20
 """Weights up to this size may be moved to their use, which takes fewer changes of code."""
 
 
@@ -248,15 +248,15 @@ class FunctionInterceptor(TorchFunctionMode):
             held_bytes[tensor.device] += tensor.nbytes
         largest = max(gpu, key=lambda tensor: tensor.nbytes)
         # A weight larger than the other operands together stays: copying it costs more.
-        dear_bytes = max(held_bytes.total() - held_bytes[largest.device], _DEAR_BYTES)
-        is_dear = isinstance(largest, torch.nn.Parameter) and largest.nbytes > dear_bytes
+        large_bytes = max(held_bytes.total() - held_bytes[largest.device], _LARGE_BYTES)
+        is_large = isinstance(largest, torch.nn.Parameter) and largest.nbytes > large_bytes
         target = self.stage
-        if target is None or target not in devices or is_dear:
+        if target is None or target not in devices or is_large:
             target = held_bytes.most_common(1)[0][0]
         elif spot is not None:
             moved_bytes = held_bytes.total() - held_bytes[target]
             other = next((it for it, _ in held_bytes.most_common() if it != target), target)
-            if held_bytes[other] > held_bytes[target] or moved_bytes > _DEAR_BYTES:
+            if held_bytes[other] > held_bytes[target] or moved_bytes > _LARGE_BYTES:
                 self.choices[spot] += moved_bytes
                 target = other if spot in self._elsewhere else target
         self._chosen[key] = target
@@ -327,6 +327,7 @@ class FunctionInterceptor(TorchFunctionMode):
         )
 
     def _operands(self, mixed: MixedCall, caller: FrameType | None) -> tuple[Operand, ...]:
+        """Build the operands of a fault, with their source expressions and origins."""
         expressions = None
         if caller is not None:
             positions = positions_of(mixed.func)
@@ -369,7 +370,7 @@ class FunctionInterceptor(TorchFunctionMode):
     # ── hard-coded devices ──
 
     def warnings(self) -> Iterator[Fault]:
-        """Yield warnings for hard-coded devices that cause no fault in this placement."""
+        """Yield warnings for hard-coded devices without a fault in this placement."""
         for spot, (op, device, count) in self.hard_coded.items():
             if spot not in self._explained:
                 yield Fault(
@@ -384,7 +385,10 @@ class FunctionInterceptor(TorchFunctionMode):
                 )
 
     def _count_hard_coded(self, frame: FrameType, func: Callable[..., Any], device: Any) -> None:
-        """Count a call that names a CUDA device, unless that is a tensor's or the current one."""
+        """Count a call whose source names a CUDA device.
+
+        A tensor's device doesn't count, nor a bare "cuda" after the code set the current device.
+        """
         caller = model_frame(frame)
         is_bare = not isinstance(device, int) and torch.device(device or "cuda").index is None
         if is_asked_device(device) or (is_bare and self.current.is_set):

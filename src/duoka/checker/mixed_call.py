@@ -114,7 +114,7 @@ class MixedCall:
         return args, kwargs
 
     def sampled_tensors(self) -> list[tuple[Path, torch.Tensor]]:
-        """Return the tensors to report; of many the first that move and the first that stay."""
+        """Return the tensors to report; of many the first moving and the first staying tensors."""
         if len(self.tensors) <= _MOST_OPERANDS:
             return self.tensors
         half = _MOST_OPERANDS // 2
@@ -145,7 +145,7 @@ class MixedCall:
     # No follow-up: `h = b(x) + scale`, then `h * shift`, with scale and shift on cuda:0, outside of
     # all placed modules. h stays on cuda:1, where b made it, and `shift` needs a fix of its own.
     def earlier_cause(self, names: ReportNames, running: torch.device | None) -> FaultRecord | None:
-        """Return the earlier fault that causes this one; None if there is none.
+        """Return the earlier fault from which the new fault follows; None if there is none.
 
         `running` is the device of the innermost running module that the placement names.
         """
@@ -172,7 +172,7 @@ def positions_of(func: Any) -> dict[str, int]:
         names = list(inspect.signature(func).parameters)
     except (TypeError, ValueError):
         return {}
-    return {name: at for at, name in enumerate(names)}
+    return {name: index for index, name in enumerate(names)}
 
 
 def op_name(func: Any) -> str:
@@ -230,6 +230,7 @@ def tensors_of(
 
 
 def _tensors_below(path: Path, value: Any) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Yield a tensor, or the tensors of a nested list or tuple, with their paths."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, (list, tuple)):

@@ -170,13 +170,13 @@ class Observer:
 
     def transfers(self) -> tuple[DeviceTransfer, ...]:
         """Return, by phase and pair of devices, the transfers of the step with the most bytes."""
-        dearest: dict[tuple[str, str, str], DeviceTransfer] = {}
+        largest: dict[tuple[str, str, str], DeviceTransfer] = {}
         num_steps = Counter(step.phase for step in self.steps)
         for step in self.steps:
             for link, num_bytes in step.transfers.items():
                 key = (step.phase, *link)
-                if key not in dearest or dearest[key].num_bytes < num_bytes:
-                    dearest[key] = DeviceTransfer(
+                if key not in largest or largest[key].num_bytes < num_bytes:
+                    largest[key] = DeviceTransfer(
                         phase=step.phase,
                         source=link[0],
                         target=link[1],
@@ -184,7 +184,7 @@ class Observer:
                         num_bytes=num_bytes,
                         steps=num_steps[step.phase],
                     )
-        return tuple(dearest.values())
+        return tuple(largest.values())
 
     def syncs(self) -> tuple[Sync, ...]:
         """Return, by phase, operation and place, the most synchronizations in one step."""

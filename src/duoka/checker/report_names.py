@@ -68,7 +68,7 @@ class ReportNames:
         while frame is not None:
             frames.append(frame)
             frame = frame.f_back
-        tops = [at for at, outer in enumerate(frames) if self._module(outer) is not None]
+        tops = [index for index, outer in enumerate(frames) if self._module(outer) is not None]
         module = ""
         for caller in reversed(frames[: max(tops, default=0) + 1]):
             running = self._module(caller)

@@ -105,7 +105,7 @@ def _refuse_scripted(subject: Subject) -> None:
 
 
 def _further(report: CheckReport, real: CheckReport, is_small: bool) -> CheckReport:
-    """Return the report of the longer run: `report`, which stopped, or `real`, with more values."""
+    """Return `report`, of a run that stopped, or `real`, of a run with values, if that is longer."""
     assert report.stop is not None
     needs_values = report.stop.message.startswith(virtual.UnknownValueError.__name__)
     if real.stop is not None and not needs_values and len(real.faults) <= len(report.faults):
@@ -172,6 +172,7 @@ class CheckRun(StepListener):
         return self._build_report(stop, memory)
 
     def _build_report(self, stop: Stop | None, memory: tuple[PeakMemory, ...]) -> CheckReport:
+        """Build the report; follow-ups are part of the faults that cause them."""
         findings = self.interceptor.findings.values()
         return CheckReport(
             model=self.subject.name,
@@ -198,6 +199,7 @@ class CheckRun(StepListener):
 
     @contextmanager
     def _on_devices(self) -> Iterator[None]:
+        """Keep the model on its virtual devices inside the scope."""
         devices, modules = self._tensor_devices(), self._placed_modules()
         model, offloaded = self.subject.model, self.subject.offloaded
         with on_virtual_gpus(model, devices, modules, offloaded) as self._snapshot:
@@ -300,6 +302,7 @@ class CheckRun(StepListener):
         return stop
 
     def _notes(self) -> Iterator[str]:
+        """Yield the notes for the report, of the subject and of the run."""
         if self._snapshot.num_replaced:
             yield (
                 "an autograd graph kept alive by the model's code holds parameters: "

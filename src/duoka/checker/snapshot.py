@@ -143,7 +143,7 @@ class ModelSnapshot:
                     table[key] = parameter
 
     def _swap_back(self) -> None:
-        """Swap original contents back; keep the pairs for which that is not possible yet."""
+        """Swap original contents back; keep the pairs still referred to by a graph."""
         remaining = []
         for pair in self._swapped:
             try:
@@ -287,7 +287,7 @@ def restore_globals(model: nn.Module) -> Iterator[None]:
 
 
 def _restore_name(namespace: Any, name: str, value: Any, saved: dict[str, Any]) -> None:
-    """Restore a global or class attribute to its saved value, or delete it if it is new."""
+    """Restore a global or class attribute to its saved value, or delete a new attribute."""
     if name not in saved:
         delattr(namespace, name)
     elif saved[name] is not value:
@@ -309,7 +309,7 @@ def _own_classes(model: nn.Module) -> list[type]:
 
 
 def _own_modules(classes: list[type]) -> list[ModuleType]:
-    """Return the Python modules of classes, and uninstalled modules that these import from."""
+    """Return the modules of classes, and the modules outside of packages they import from."""
     names = {cls.__module__ for cls in classes}
     modules = {name: sys.modules[name] for name in names if name in sys.modules}
     for module in list(modules.values()):

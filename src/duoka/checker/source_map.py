@@ -113,6 +113,7 @@ class SourceFile:
     # Lazy: of most files only the lines are needed.
     @cached_property
     def _tree(self) -> tuple[dict[ast.AST, ast.AST], dict[Position, ast.AST]]:
+        """`parents` and `nodes` of the file; empty if the file does not parse."""
         parents: dict[ast.AST, ast.AST] = {}
         nodes: dict[Position, ast.AST] = {}
         try:

@@ -37,7 +37,7 @@ def iter_splits(model: nn.Module, num_stages: int) -> list[Split]:
 
 
 class _Part:
-    """A module that stays in one stage; `is_element` marks an element of a list."""
+    """A module kept in a single stage; `is_element` marks an element of a list."""
 
     def __init__(self, name: str, module: nn.Module | None, *, is_element: bool = False) -> None:
         self.name = name

@@ -287,7 +287,7 @@ class Checkpoint:
 
     @property
     def max_context_tokens(self) -> int | None:
-        """Longest context in tokens, as the config states it; None if it doesn't."""
+        """Longest context in tokens, as stated in the config; None if not stated."""
         return configs.max_context_tokens(self.config)
 
 

@@ -114,7 +114,7 @@ def commonest_dtype(sizes: dict[str, int]) -> str | None:
 
 
 def max_context_tokens(config: dict[str, Any]) -> int | None:
-    """Return the longest context in tokens that a config states; None if it states none."""
+    """Return the longest context in tokens stated in a config; None if not stated."""
     values = (part.get(key) for part in _with_text_config(config) for key in _CONTEXT_KEYS)
     return next((value for value in values if type(value) is int and value > 0), None)
 

@@ -46,7 +46,7 @@ class LocalFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.source = str(path)
-        self._names = _survey(path)
+        self._names = _list_names(path)
 
     def names(self) -> frozenset[str]:
         """Return the names of the checkpoint's files."""
@@ -57,7 +57,7 @@ class LocalFolder:
         return self._check_complete(name).num_bytes
 
     def fetch(self, name: str) -> Path:
-        """Return the path of a file, after checking that it is complete."""
+        """Return the path of a file; raise CheckpointError for an incomplete file."""
         self._check_complete(name)
         return self.path / name
 
@@ -95,13 +95,13 @@ class LocalFolder:
         return stamp
 
 
-def _survey(root: Path) -> frozenset[str]:
-    """Return the names of the checkpoint's files in a directory; refuse links that leave it."""
+def _list_names(root: Path) -> frozenset[str]:
+    """Return the names of a checkpoint's files in a directory; refuse links to other places."""
     with reading(root):
         entries = list(root.iterdir())
     files = [f for f in entries if f.name.endswith(_SUFFIXES) and is_plain_name(f.name)]
     files += (root / CHAT_TEMPLATES).glob("*.jinja")
-    allowed = _allowed(root)
+    allowed = _allowed_roots(root)
     for path in files:
         target = os.path.realpath(path)
         if not target.startswith(allowed):
@@ -112,7 +112,7 @@ def _survey(root: Path) -> frozenset[str]:
     return frozenset(path.name for path in filter(_is_regular, files) if path.parent == root)
 
 
-def _allowed(root: Path) -> tuple[str, ...]:
+def _allowed_roots(root: Path) -> tuple[str, ...]:
     """Return the directories to which links may lead: the root, and in the Hub's cache its blobs.
 
     In the Hub's cache, ``models--org--name/snapshots/COMMIT`` contains links to files in
@@ -127,7 +127,7 @@ def _allowed(root: Path) -> tuple[str, ...]:
 
 def is_inside(path: Path, root: Path) -> bool:
     """Return True if a path, links resolved, is in a directory or in the blobs of its Hub cache."""
-    return str(path.resolve()).startswith(_allowed(root))
+    return str(path.resolve()).startswith(_allowed_roots(root))
 
 
 def _is_regular(path: Path) -> bool:

@@ -183,7 +183,7 @@ def missing_parts(stored: Stored) -> list[str]:
 
 
 def is_needless(name: str) -> bool:
-    """Return True for a tensor that may be ignored if the model has no parameter for it.
+    """Return True for a tensor to ignore if the model has no parameter of its name.
 
     GPTQ's packers write a bias of zeros for layers without a bias; scales of an 8-bit KV cache are
     for other engines.

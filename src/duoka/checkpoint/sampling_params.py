@@ -1,4 +1,4 @@
-"""Sampling parameters, with limits that keep logits finite at every temperature."""
+"""Sampling parameters; very low temperatures count as greedy decoding."""
 
 from __future__ import annotations
 

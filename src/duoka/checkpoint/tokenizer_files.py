@@ -68,7 +68,7 @@ def own_class(checkpoint: Checkpoint) -> str | None:
         )
     [content] = (code.content for code in checkpoint.code if code.name == file)
     files = [code.name for code in checkpoint.code]
-    for package in _packages(content):
+    for package in _imported_packages(content):
         if package not in sys.modules and find_spec(package) is None:
             raise CheckpointError(
                 f"{file} of {checkpoint.source} can't run", hint=missing_module(package, files)
@@ -76,7 +76,7 @@ def own_class(checkpoint: Checkpoint) -> str | None:
     return name
 
 
-def _packages(content: bytes) -> Iterator[str]:
+def _imported_packages(content: bytes) -> Iterator[str]:
     """Yield the packages imported at a module's top level; nothing for invalid Python."""
     with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
         for node in ast.parse(content).body:

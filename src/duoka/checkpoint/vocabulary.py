@@ -136,12 +136,12 @@ def _piece(fields: dict[int, int | bytes]) -> tuple[str, float, PieceKind]:
 #   12 02 68 69  key 0x12 = field 2, type 2; length 2; "hi"
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Yield the fields of a protocol buffer message: numbers, or undecoded bytes."""
-    at = 0
-    while at < len(message):
-        key, at = _varint(message, at)
+    offset = 0
+    while offset < len(message):
+        key, offset = _varint(message, offset)
         number, kind = key >> 3, key & 7
         if kind in (_VARINT, _LENGTH):
-            value, at = _varint(message, at)
+            value, offset = _varint(message, offset)
         elif kind in _FIXED_LENGTHS:
             value = _FIXED_LENGTHS[kind]
         else:
@@ -149,21 +149,21 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
         if kind == _VARINT:
             yield number, value
             continue
-        if at + value > len(message):
+        if offset + value > len(message):
             raise ValueError("it ends within a field")
-        yield number, message[at : at + value]
-        at += value
+        yield number, message[offset : offset + value]
+        offset += value
 
 
-def _varint(message: bytes, at: int) -> tuple[int, int]:
+def _varint(message: bytes, offset: int) -> tuple[int, int]:
     """Decode the varint at an offset; return the number and the offset behind it."""
     value = 0
     for shift in range(0, 70, 7):
-        byte = message[at]
-        at += 1
+        byte = message[offset]
+        offset += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, at
+            return value, offset
     raise ValueError("a number of more than 64 bits")
 
 

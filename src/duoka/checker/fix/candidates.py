@@ -25,7 +25,7 @@ _MOST = 12
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Edits that may fix a fault, and the number of bytes that they move at each execution."""
+    """Edits that may fix a fault, and the number of bytes moved at each execution."""
 
     edits: tuple[Edit, ...]
     step_bytes: int = 0
@@ -68,7 +68,7 @@ def candidates(fault: Fault, sources: Sources) -> Iterator[Candidate]:
 
 
 def _operands_to_move(fault: Fault) -> list[Operand]:
-    """Return the operands to move, one for each place: items of one list share a place."""
+    """Return the operands to move, one per place: items of a list share a place."""
     by_place: dict[object, Operand] = {}
     for number, operand in enumerate(fault.operands):
         if operand.moved:
@@ -77,7 +77,7 @@ def _operands_to_move(fault: Fault) -> list[Operand]:
 
 
 def _for_operand(site: Site, operand: Operand) -> Iterator[Candidate]:
-    """Yield candidates for one operand: create it on the target, then move it where it is used."""
+    """Yield candidates for an operand: creation on the target, then moves at its use."""
     yield from map(Candidate, make_on_target(site, operand))
     tree, fault = site.tree, site.fault
     node = None if is_hidden(fault, operand) else tree.find_node(operand.place)
@@ -93,7 +93,7 @@ def _for_operand(site: Site, operand: Operand) -> Iterator[Candidate]:
 
 
 def _at_use(site: Site, node: ast.expr) -> Iterator[tuple[Edit, ...]]:
-    """Yield edits that move an operand's expression: ``.to(x.device)`` for various tensors x."""
+    """Yield edits of an operand's expression: ``.to(x.device)`` for various tensors x."""
     tree, fault = site.tree, site.fault
     if fault.target == "cpu":
         # The call needs a CPU tensor on every placement: numpy, lengths of sequences.

@@ -25,7 +25,7 @@ from .syntax import Edit, Tree, element_at, is_plain, last_name, strip_blanks
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """Expression of several tensors: a list, or the comprehension that builds it."""
+    """Expression of several tensors: a list or a comprehension."""
 
     node: ast.expr
     element: ast.expr | None = None

@@ -55,7 +55,7 @@ def lucky_devices(site: Site, node: ast.expr) -> Iterator[str]:
 
 
 def is_hidden(fault: Fault, operand: Operand) -> bool:
-    """Return True if an operand has no expression to move: none, or that of a staying operand."""
+    """Return True if an operand has no expression of its own: none, or a staying operand's."""
     return operand.place is None or (
         operand.moved
         and strip_blanks(operand.expression) == strip_blanks(operand.place.text)

@@ -161,10 +161,11 @@ def names_around(tree: Tree, node: ast.AST) -> set[str]:
 def statement_to_precede(
     tree: Tree, nodes: Sequence[ast.expr], last_node: ast.expr
 ) -> ast.stmt | None:
-    """Return the statement before which expressions can be hoisted, their statement.
+    """Return the statement of expressions if they can be hoisted to lines before it, else None.
 
-    None if hoisting could change the order or number of evaluations: `last_node` must be evaluated
-    exactly once whenever the statement runs, after no call but those in `nodes`.
+    None if hoisting could change the order or number of evaluations: `last_node`, the last of the
+    expressions, must be evaluated exactly once whenever the statement runs, and the only calls
+    evaluated before the end of `last_node` may be those in `nodes`.
     """
     statement: ast.stmt = tree.enclosing(last_node, ast.stmt)
     # Code hoisted out of an `elif` would run even if an earlier branch is taken. A statement that
@@ -193,7 +194,7 @@ def _name_for(node: ast.expr) -> str:
 
 
 def free_name(name: str, names: set[str]) -> str:
-    """Return a name, with a number appended if it is one of `names`."""
+    """Return a name, with a number appended if the name is in `names`."""
     numbered = (f"{name}{number or ''}" for number in range(len(names) + 1))
     return next(candidate for candidate in numbered if candidate not in names)
 

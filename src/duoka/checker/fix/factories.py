@@ -24,7 +24,7 @@ _FACTORIES = frozenset(
 
 
 def make_on_target(site: Site, operand: Operand) -> Iterator[tuple[Edit, ...]]:
-    """Yield edits that create an operand on the target device, if the same function creates it.
+    """Yield edits to create an operand on the target device, if created in the same function.
 
     In another function no name is known that is on the target device.
     """

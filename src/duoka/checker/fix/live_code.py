@@ -86,7 +86,10 @@ def swap_code(
 def _exchanges(
     file: str, before: str, after: str, live: Sequence[FunctionType]
 ) -> Iterator[tuple[FunctionType, CodeType]]:
-    """Yield live functions of a file with their new code, if it changed; SwapError if unsure."""
+    """Yield the live functions of a file whose code changes, each with its new code.
+
+    Raises SwapError if the new code of a live function can't be determined.
+    """
     old, new = _codes(before, file), _codes(after, file)
     names = {code.co_qualname for code in old}
     # A new nested function needs no exchange: its code is part of the enclosing function's code.
@@ -121,7 +124,7 @@ def _exchanges(
 
 
 def _outline(code: CodeType) -> tuple[object, ...]:
-    """Return the properties that identify code compiled with other flags."""
+    """Return the properties of code that don't depend on compiler flags."""
     return code.co_qualname, code.co_firstlineno, code.co_code, code.co_names
 
 

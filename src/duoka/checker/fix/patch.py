@@ -14,7 +14,7 @@ from duoka.report.check_report import Fault
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cure:
-    """One change of code, with the faults that it fixes.
+    """A change of code and the fixed faults.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ class Patch:
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """Faults that this patch fixes, alone or together with patches of other files."""
+        """Faults fixed by the patch, alone or together with patches of other files."""
         return tuple(fault for cure in self.cures for fault in cure.faults)
 
 

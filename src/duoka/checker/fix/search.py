@@ -157,15 +157,15 @@ class FixSearch:
         return any(is_same(choice.fault, fault, line) for fault in faults)
 
     def cures(self, file: str) -> Iterator[Cure]:
-        """Yield the changes of a file, each with all faults that it fixes."""
+        """Yield the changes of a file, each with all faults fixed by the change."""
         by_candidate: dict[tuple[Edit, ...], list[CandidateSearch]] = {}
         for choice in self.choices:
             if any(edit.tree.file == file for edit in choice.edits):
                 by_candidate.setdefault(choice.edits, []).append(choice)
         for choices in by_candidate.values():
-            candidate, count = choices[0].candidate, max(one.fault.count for one in choices)
+            candidate, count = choices[0].candidate, max(choice.fault.count for choice in choices)
             step_bytes = 0 if candidate is None else candidate.step_bytes * count
-            yield Cure(faults=tuple(one.fault for one in choices), step_bytes=step_bytes)
+            yield Cure(faults=tuple(choice.fault for choice in choices), step_bytes=step_bytes)
 
     def uncured(self) -> Iterator[tuple[Fault, str]]:
         """Yield the faults without a fix, each with the reason."""

@@ -1,4 +1,4 @@
-"""Proof of a fix: on several devices it computes what the original computes on one.
+"""Prove a fix: compare patched code on several devices with the original code on one device.
 
 A model that is too large to compute is replaced by a smaller twin of the same code (fewer layers,
 smaller vocabulary), if the twin shows the same faults at the same lines.
@@ -46,7 +46,7 @@ _MOST_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Result of a proof; `reason` says why it fails, or on which twin it holds ("" without)."""
+    """Result of a proof; `reason` explains a failure, or names the twin ("" if none is used)."""
 
     holds: bool
     reason: str = ""

@@ -111,6 +111,7 @@ def _in_packages(file: Path) -> Path | None:
 
 
 def _write(path: Path, text: str) -> None:
+    """Write a file with its directories; raise MachineError if impossible."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)

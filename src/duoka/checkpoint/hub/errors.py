@@ -61,11 +61,11 @@ def query(name: HubName, request: Callable[[], T]) -> T:
 def _is_transient(error: Exception) -> bool:
     """Return True for an error that may not recur: a busy server, or a broken transfer."""
     if isinstance(error, HfHubHTTPError):
-        return _status(error) in _TRANSIENT_STATUSES
+        return _http_status(error) in _TRANSIENT_STATUSES
     return isinstance(error, _BROKEN) and not isinstance(error, _UNREACHED)
 
 
-def _status(error: BaseException) -> int | None:
+def _http_status(error: BaseException) -> int | None:
     """Return the HTTP status of an error; None without a response."""
     return getattr(getattr(error, "response", None), "status_code", None)
 
@@ -136,7 +136,7 @@ def _translate(error: BaseException, name: HubName) -> CheckpointError | None:
         return offline_error(name)
     if isinstance(error, OSError) and error.errno is not None:
         return None
-    status, token = _status(error), get_token()
+    status, token = _http_status(error), get_token()
     values = {
         "hub": endpoint(),
         "wanted": name,

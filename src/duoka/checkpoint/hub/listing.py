@@ -72,10 +72,10 @@ def query_listing(name: HubName) -> Listing:
         )
         hint = "check that HF_ENDPOINT is the URL of a Hub"
         raise CheckpointError(f"{endpoint()} {problem} {name}", hint=hint)
-    files = {file.name: file for file in _select(info.siblings or ())}
+    files = {file.name: file for file in _select_files(info.siblings or ())}
     listing = Listing(commit=commit, files=files)
     for revision in {name.revision, commit}:
-        path = _path(name.repo, revision)
+        path = _listing_path(name.repo, revision)
         with suppress(OSError):  # without a stored listing the Hub is queried again
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(to_dict(listing)))
@@ -84,7 +84,7 @@ def query_listing(name: HubName) -> Listing:
 
 def kept_listing(name: HubName) -> Listing | None:
     """Return the stored listing of a revision; None if there is none, or it is damaged."""
-    path = _path(name.repo, name.revision)
+    path = _listing_path(name.repo, name.revision)
     try:
         text = read_text(path, most_bytes=_MOST_BYTES)
         return from_dict(Listing, parse_json_object(text, str(path)))
@@ -92,12 +92,12 @@ def kept_listing(name: HubName) -> Listing | None:
         return None
 
 
-def _path(repo: str, revision: str) -> Path:
+def _listing_path(repo: str, revision: str) -> Path:
     """Return the path of a stored listing."""
     return cache_directory() / "hub" / quote(repo, safe="") / quote(f"{revision}.json", safe="")
 
 
-def _select(siblings: Iterable[Any]) -> Iterator[RemoteFile]:
+def _select_files(siblings: Iterable[Any]) -> Iterator[RemoteFile]:
     """Yield the files of the Hub's answer that belong to a checkpoint and have a size and hash."""
     for sibling in siblings:
         name, size = str(sibling.rfilename), sibling.size

@@ -121,7 +121,7 @@ class HubSnapshot:
     def headers(self, names: Sequence[str]) -> dict[str, dict[str, TensorInfo]]:
         """Read the headers of safetensors files; of a missing file fetch the header alone."""
         with ThreadPoolExecutor(_HEADERS_AT_ONCE) as pool:
-            return dict(zip(names, pool.map(self._header, names), strict=True))
+            return dict(zip(names, pool.map(self._read_header, names), strict=True))
 
     def missing(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the names of files not yet on this machine."""
@@ -149,7 +149,7 @@ class HubSnapshot:
 
         for name in names:
             if name in absent:
-                self._get(name, report)
+                self._download_file(name, report)
             self._verify(name)
             done += self.size(name)
             report(0)
@@ -164,7 +164,7 @@ class HubSnapshot:
             return path.stat().st_size == self.size(name) and is_inside(path, self.path)
         return False
 
-    def _get(self, name: str, report: Callable[[int], object]) -> None:
+    def _download_file(self, name: str, report: Callable[[int], object]) -> None:
         """Download one file into huggingface_hub's cache; `report` gets the bytes done."""
         download = partial(
             hf_hub_download,
@@ -214,22 +214,22 @@ class HubSnapshot:
 
     # ── headers ──
 
-    def _header(self, name: str) -> dict[str, TensorInfo]:
+    def _read_header(self, name: str) -> dict[str, TensorInfo]:
         """Read a header from the file, else from duoka's cache, else from the Hub."""
         file, path = self._files[name], self.path / name
         if self._is_here(name):
             return read_header(path)
         cached = cache_directory() / "headers" / f"{file.etag}-{file.num_bytes}"
         with suppress(OSError, ValueError, CheckpointError):
-            return self._parse(file, read_bytes(cached, most_bytes=MAX_HEADER_BYTES))
+            return self._parse_header(file, read_bytes(cached, most_bytes=MAX_HEADER_BYTES))
         text = self._fetch_header(file)
-        tensors = self._parse(file, text)
+        tensors = self._parse_header(file, text)
         with suppress(OSError):
             cached.parent.mkdir(parents=True, exist_ok=True)
             write_whole(cached, text.decode("utf-8"))
         return tensors
 
-    def _parse(self, file: RemoteFile, text: bytes) -> dict[str, TensorInfo]:
+    def _parse_header(self, file: RemoteFile, text: bytes) -> dict[str, TensorInfo]:
         data_bytes = file.num_bytes - LENGTH_BYTES - len(text)
         return parse_header(text, data_bytes, self.path / file.name)
 
