@@ -108,7 +108,8 @@ def check(
         parameters; a `Training` may choose adapters and gradient checkpointing. A model given as
         an object is trained unchanged.
     fleet : Fleet or str
-        Devices whose budgets the peaks of memory must not exceed.
+        Devices to plan for if no placement is given. The memory peaks are compared with their
+        budgets.
     images : sequence of (int, int)
         Width and height of each image in the prompt.
 

@@ -105,7 +105,7 @@ def _refuse_scripted(subject: Subject) -> None:
 
 
 def _further(report: CheckReport, real: CheckReport, is_small: bool) -> CheckReport:
-    """Return `report`, of a run that stopped, or `real`, of a run with values, if that is longer."""
+    """Return `report`, of a run that stopped, or `real`, of a run with values, if longer."""
     assert report.stop is not None
     needs_values = report.stop.message.startswith(virtual.UnknownValueError.__name__)
     if real.stop is not None and not needs_values and len(real.faults) <= len(report.faults):
