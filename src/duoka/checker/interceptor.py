@@ -222,7 +222,7 @@ class FunctionInterceptor(TorchFunctionMode):
 
     def _target(self, mixed: MixedCall) -> torch.device:
         """Choose the device for an operation on tensors of several devices."""
-        # A fix can't change where a result is written, or which argument must be on the CPU. Else the
+        # No fix changes where a result is written or which argument must be on the CPU. Else the
         # operation belongs to the module entered last, unless that means to move a large weight.
         # Where more bytes would move than stay, the other device is noted as a choice, for another
         # run to try (see `run`). Example: hidden states of 8 MiB on cuda:0, a mask of 1 KiB on
