@@ -41,7 +41,7 @@ from duoka.virtual import UnknownValueError
 from .plan import find_or_trace, plan
 
 _INPUTS = (Mapping, tuple, list, torch.Tensor)
-_DEALT = (
+_SPLIT_BY_BYTES = (
     "the model can't be planned; its modules were assigned to the devices by their size in bytes"
 )
 _NO_PICTURE = (
@@ -65,11 +65,11 @@ class _CheckRequest:
     constraints: Constraints = field(default_factory=Constraints)
     notes: list[str] = field(default_factory=list)
     refusals: list[DuokaError] = field(default_factory=list)
-    """Why there is no plan, where one was asked for."""
+    """Errors of planning, if a plan was needed and could not be made."""
 
     @property
     def to_plan(self) -> Fleet:
-        """Return the devices to plan for if there is no placement."""
+        """The devices to plan for; only valid without a placement, which needs no fleet."""
         assert self.fleet is not None, "it was refused before"
         return self.fleet
 
@@ -86,36 +86,38 @@ def check(
 ) -> CheckReport:
     """Run a model's own code on virtual GPUs and report all faults.
 
-    No weight is read and no GPU is touched. After a fault the run goes on with the tensors moved,
-    so that one check reports every fault, each with the line of code that it stands in.
+    No weight is read and no GPU is used. After a fault the run continues with the tensors moved, so
+    that one check reports every fault, each with its line of code.
 
     Parameters
     ----------
     model : path, str, Checkpoint or torch.nn.Module
-        As in `plan`. A model that is given as an object is run itself, and left as it was.
+        As in `plan`. A model given as an object is run itself, and restored afterwards.
     placement : Placement, Plan, mapping or str, optional
-        Where its modules are: by device names, or by numbers of GPUs or stages. Without one, the
-        plan that duoka makes for all devices of `fleet` is checked, by the strategy that it may
-        say instead ("balanced", "sequential"); and where the model's code can't be traced for a
-        plan, a split of its modules by their bytes.
+        Device of each module, as a device name or the index of a GPU or stage. A strategy
+        ("balanced", "sequential") or None checks the plan that duoka makes for all devices of
+        `fleet`. If the model's code can't be traced for a plan, its modules are split over the
+        devices by bytes.
     inputs : mapping, tuple or callable, optional
         Keyword or positional arguments of one call; or a function that is called with the model
-        and runs it. Models of transformers that generate need none.
+        and runs it. Not needed for models of transformers that generate.
     workload : Workload, optional
-        What such a model is asked to do; by default `Workload()`.
+        Batch, prompt and new tokens for a model that generates; by default `Workload()`.
     train : bool or Training
-        Run the loss and backward, instead of the prompt and decode steps: of every parameter, or
-        as the training says (adapters, checkpointed gradients). A model that is given as an object
-        is trained as it is.
+        Run forward, loss and backward instead of prefill and decode steps. True trains all
+        parameters; a `Training` may choose adapters and gradient checkpointing. A model given as
+        an object is trained unchanged.
     fleet : Fleet or str
-        Devices with budgets that the peaks are held against.
+        Devices to plan for if no placement is given. The memory peaks are compared with their
+        budgets.
     images : sequence of (int, int)
-        Width and height of pictures in the prompt.
+        Width and height of each image in the prompt.
 
     Raises
     ------
     UsageError
-        If nothing says where the modules are, or nothing says how to run the model.
+        If neither a placement nor a fleet is given, if the model needs inputs and none are given,
+        or if arguments exclude one another.
 
     Examples
     --------
@@ -139,7 +141,7 @@ def check(
     request = _CheckRequest(
         placement=placement,
         inputs=inputs,
-        workload=_with_largest(workload or Workload(), images),
+        workload=_with_largest_image(workload or Workload(), images),
         training=Training(method="full") if train is True else train or None,
         fleet=fleet,
         constraints=Constraints(strategy=strategy or "auto"),
@@ -147,7 +149,7 @@ def check(
     subject = _subject(model, request)
     if isinstance(subject, CheckReport):
         return subject
-    subject = _with_images(_offloaded(subject, placement), images)
+    subject = _with_images(_with_offloaded(subject, placement), images)
     say("running the model on virtual GPUs")
     report = check_subject(subject)
     if subject.inputs is None:
@@ -156,15 +158,15 @@ def check(
     if subject.if_too_large and not report.fits:
         report = replace(report, notes=(*report.notes, subject.if_too_large))
     if report.ok and request.refusals:
-        # On these devices `plan` and `generate` take no such model: that isn't clean.
-        report = replace(report, stop=_unplanned(request.refusals[0]))
+        # `plan` and `generate` refuse this model on these devices, so the report isn't clean.
+        report = replace(report, stop=_planning_stop(request.refusals[0]))
     if report.stop is None or report.stop.hint or not subject.hint:
         return report
     hint = stop_hint(report.stop.message, subject.hint)
     return replace(report, stop=replace(report.stop, hint=hint))
 
 
-def _unplanned(error: DuokaError) -> Stop:
+def _planning_stop(error: DuokaError) -> Stop:
     """Describe that a model cannot be planned, with the line of its code."""
     spot = None if error.__cause__ is None else raised_in(error.__cause__)
     place = None if spot is None else place_of(spot)
@@ -182,7 +184,7 @@ def _subject(
                 f"{request.training.method}",
                 hint="add adapters to the model first, then use train=True",
             )
-        return _of_module(model, request)
+        return _subject_of_module(model, request)
     if request.inputs is not None:
         raise UsageError(
             "example inputs apply to a module given as an object",
@@ -191,14 +193,14 @@ def _subject(
     checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
     request = replace(request, training=native_training(checkpoint, request.training))
     try:
-        subject = _of_checkpoint(checkpoint, request)
+        subject = _subject_of_checkpoint(checkpoint, request)
     except ModelError as error:
         stop = stop_of(checkpoint, error, "build") if checkpoint.builds_own_model else None
         if stop is None:
             raise
         is_trained = request.training is not None
         return CheckReport(model=checkpoint.source, devices=(), stop=stop, train=is_trained)
-    subject = _trainable(subject, request.training)
+    subject = _prepare_to_train(subject, request.training)
     if checkpoint.builds_own_model:
         note = "" if subject.train else whole_prompt_note(checkpoint, subject.workload)
         sees = any(re.search("vision|visual", key) for key in checkpoint.config)
@@ -207,7 +209,7 @@ def _subject(
     return replace(subject, not_run=checkpoint.untrusted_code)
 
 
-def _offloaded(subject: Subject, placement: Where | None) -> Subject:
+def _with_offloaded(subject: Subject, placement: Where | None) -> Subject:
     """Return the subject with the plan's offloaded weights in host memory."""
     if not isinstance(placement, Plan) or not placement.offloaded:
         return subject
@@ -220,16 +222,16 @@ def _offloaded(subject: Subject, placement: Where | None) -> Subject:
     return replace(subject, offloaded=placement.offloaded)
 
 
-def _trainable(subject: Subject, training: Training | None) -> Subject:
+def _prepare_to_train(subject: Subject, training: Training | None) -> Subject:
     """Return the subject prepared for its training method."""
     if training is None or training == Training(method="full"):
         return subject
     make_trainable(subject.model, training, getattr(torch, subject.workload.dtype))
-    # An entry that is a tensor's name means another one below an adapter.
+    # Adapters rename tensors, so that entries of single tensors must be completed again.
     return replace(subject, entries=complete_map(subject.model, subject.entries)[0])
 
 
-def _with_largest(workload: Workload, sizes: Sequence[tuple[int, int]]) -> Workload:
+def _with_largest_image(workload: Workload, sizes: Sequence[tuple[int, int]]) -> Workload:
     """Return the workload planned for images: their number, with the largest width and height."""
     if not sizes:
         return workload
@@ -256,13 +258,14 @@ def _with_images(subject: Subject, sizes: Sequence[tuple[int, int]]) -> Subject:
     return replace(subject, prompt=prompt)
 
 
-def _of_module(model: nn.Module, request: _CheckRequest) -> Subject:
+def _subject_of_module(model: nn.Module, request: _CheckRequest) -> Subject:
+    """Return the subject for a module: on its placement, a plan, or a split by bytes."""
     placement = request.placement
     if placement is None:
-        call = _call_of(request.inputs)
+        call = _call_arguments(request.inputs)
         load = request.workload if call is None else None
         placement = _plan_all(partial(plan, model, workload=load, inputs=call), request)
-    request, placement = _as_planned(request, placement)
+    request, placement = _unpack_plan(request, placement)
     if placement is None:
         entries = _distribute(model, request.to_plan)
     elif isinstance(placement, Placement):
@@ -275,10 +278,10 @@ def _of_module(model: nn.Module, request: _CheckRequest) -> Subject:
     return replace(subject, is_dispatched=is_whole, inputs=request.inputs)
 
 
-def _as_planned(
+def _unpack_plan(
     request: _CheckRequest, placement: Where | None
 ) -> tuple[_CheckRequest, Placement | DeviceMap | Mapping[str, Any] | str | None]:
-    """Return a request with the workload and the fleet of a plan, and the plan's placement."""
+    """Return the request with a plan's workload and fleet, and its placement; others unchanged."""
     if not isinstance(placement, Plan):
         return request, placement
     of_plan = replace(request, workload=placement.workload, fleet=placement.fleet)
@@ -305,8 +308,8 @@ def _place_subject(
     )
 
 
-def _call_of(inputs: Any) -> Mapping[str, Any] | tuple[Any, ...] | None:
-    """Return inputs with the arguments of a single call, else None."""
+def _call_arguments(inputs: Any) -> Mapping[str, Any] | tuple[Any, ...] | None:
+    """Return the arguments of a single call; None if there is none, or inputs is a function."""
     if isinstance(inputs, Mapping) or inputs is None:
         return inputs
     if isinstance(inputs, torch.Tensor):
@@ -314,7 +317,8 @@ def _call_of(inputs: Any) -> Mapping[str, Any] | tuple[Any, ...] | None:
     return None if callable(inputs) else tuple(inputs)
 
 
-def _of_checkpoint(checkpoint: Checkpoint, request: _CheckRequest) -> Subject:
+def _subject_of_checkpoint(checkpoint: Checkpoint, request: _CheckRequest) -> Subject:
+    """Return the subject for a checkpoint: on its placement, a plan, or a split by bytes."""
     planned = request.placement
     if not isinstance(planned, Plan):
         request = replace(request, workload=workload_for(checkpoint, request.workload))
@@ -323,12 +327,12 @@ def _of_checkpoint(checkpoint: Checkpoint, request: _CheckRequest) -> Subject:
                 'quantize="auto" needs a plan: with a device map no search takes place',
                 hint="choose none, int8, int4 or nf4",
             )
-    # Without a placement a plan decides. Where its code keeps all layers on one device, the layers
-    # are dealt by bytes instead, so that the check sees boundaries; the plan is made all the same,
-    # to report a refusal. A map by hand is judged against the traced blocks.
+    # Without a placement a plan decides. If the model's code would keep all layers on one device,
+    # the layers are split by bytes instead, so that the check has boundaries to test; the plan is
+    # made nevertheless, to report a refusal. A device map is validated against the traced blocks.
     faults, is_whole = Faults(), True
     if planned is None:
-        if not _are_dealt(checkpoint, request):
+        if not _has_joined_layers(checkpoint, request):
             planned = _plan_of(checkpoint, request)
         elif request.training is None:
             try:
@@ -337,7 +341,7 @@ def _of_checkpoint(checkpoint: Checkpoint, request: _CheckRequest) -> Subject:
                 request.refusals.append(error)
     if isinstance(planned, Plan):
         planned.refuse_other(checkpoint.fingerprint, checkpoint.source)
-    request, placement = _as_planned(request, planned)
+    request, placement = _unpack_plan(request, planned)
     model = build_model(checkpoint, request.workload)
     if placement is None:
         entries = _distribute(model, request.to_plan)
@@ -351,7 +355,7 @@ def _of_checkpoint(checkpoint: Checkpoint, request: _CheckRequest) -> Subject:
 
 
 def _outline(checkpoint: Checkpoint, model: nn.Module, request: _CheckRequest) -> Outline:
-    """Return the blocks of a model, or its tensor names where its code can't be traced."""
+    """Return the blocks of a model; if its code can't be traced, just its tensor names."""
     try:
         return find_or_trace(checkpoint, request.workload).outline
     except (ModelError, UnknownValueError) as error:
@@ -361,7 +365,10 @@ def _outline(checkpoint: Checkpoint, model: nn.Module, request: _CheckRequest) -
 
 
 def _plan_of(checkpoint: Checkpoint, request: _CheckRequest) -> Plan | None:
-    """Plan a checkpoint, for training if that is checked and fits."""
+    """Plan a checkpoint: for training if that is checked and a plan fits, else for generation.
+
+    None if the model's code can't be traced.
+    """
 
     def planned(load: Workload, *, suggest: bool = True) -> Plan | None:
         return _plan_all(partial(plan, checkpoint, workload=load), request, suggest=suggest)
@@ -383,10 +390,10 @@ def _plan_of(checkpoint: Checkpoint, request: _CheckRequest) -> Plan | None:
     return planned(workload)
 
 
-def _are_dealt(checkpoint: Checkpoint, request: _CheckRequest) -> bool:
-    """Return True if a plan would put all layers on one device, where nothing can be mixed.
+def _has_joined_layers(checkpoint: Checkpoint, request: _CheckRequest) -> bool:
+    """Return True if a plan would keep all layers on one device, where nothing can be mixed.
 
-    False if the user chose a strategy, whose plan is used.
+    False if the user chose a strategy: then its plan is checked. Adds a note if True.
     """
     layers = None
     if checkpoint.builds_own_model and request.constraints.strategy == "auto":
@@ -401,36 +408,36 @@ def _are_dealt(checkpoint: Checkpoint, request: _CheckRequest) -> bool:
 
 
 def _plan_all(
-    is_asking: Callable[..., Plan], request: _CheckRequest, *, suggest: bool = True
+    make_plan: Callable[..., Plan], request: _CheckRequest, *, suggest: bool = True
 ) -> Plan | None:
-    """Plan for all devices, or for as many as the model has blocks."""
+    """Plan for all devices, or as many as the model has blocks for; None if it can't be traced."""
     fleet, constraints = request.to_plan, request.constraints
 
-    # A check wants as many devices as possible, because faults show where devices meet. A model may
-    # have fewer blocks than there are devices, so numbers of devices are tried downwards; a plan
-    # for one device is the last resort, and its refusals are the ones to report.
+    # A check uses as many devices as possible, because faults occur between devices. A model may
+    # have fewer blocks than there are devices, so fewer and fewer devices are tried. The last
+    # attempt leaves the number of devices to the planner, and its errors are the ones to report.
     def attempt() -> Plan:
         for count in range(len(fleet.devices), 1, -1):
-            with suppress(UsageError, InfeasibleError):  # what is no matter of number is told below
+            with suppress(UsageError, InfeasibleError):  # raised below if it persists
                 subfleet = fleet.only(fleet.names[:count])
-                plan = is_asking(subfleet, use_all=True, constraints=constraints, suggest=False)
+                plan = make_plan(subfleet, use_all=True, constraints=constraints, suggest=False)
                 if count < len(fleet.devices):
                     request.notes.append(
                         f"the model has blocks for {count} of {len(fleet.devices)} devices"
                     )
                 return plan
-        return is_asking(fleet, constraints=constraints, suggest=suggest)
+        return make_plan(fleet, constraints=constraints, suggest=suggest)
 
     try:
         return attempt()
     except (ModelError, UnknownValueError) as error:
-        request.notes.append(f"{_DEALT}: {error}")
+        request.notes.append(f"{_SPLIT_BY_BYTES}: {error}")
         request.refusals.append(error)
         return None
 
 
 def _distribute(model: nn.Module, fleet: Fleet) -> tuple[tuple[str, str], ...]:
-    """Distribute a model that cannot be planned, or whose code joins its layers, by bytes."""
+    """Split a model over devices by bytes, if it can't be planned or its code joins its layers."""
     names = fleet.names
     for num_stages in range(len(names), 1, -1):
         for split in iter_splits(model, num_stages):
@@ -443,8 +450,8 @@ def _validate_map(
 ) -> tuple[tuple[tuple[str, str], ...], Faults, bool]:
     """Validate a device map and return its placement and errors.
 
-    A map whose only error is split blocks is run as it is, so that faults show. The last result is
-    True if its entries are whole blocks.
+    A complete map that splits blocks is run unchanged, so that its faults show. The last result is
+    False for such a map, and True if the entries are whole blocks.
     """
     try:
         judgement = judge(device_map, outline, request.fleet)

@@ -55,30 +55,30 @@ def load(
 ) -> PreTrainedModel:
     """Prove a plan, then load the model onto its devices.
 
-    What a model from the Hub lacks on this machine is downloaded in between.
+    Missing files of a model from the Hub are downloaded in between.
 
     Parameters
     ----------
     plan : Plan
     progress : callable, optional
-        Called with (bytes done, bytes in all) while the weights are read.
+        Called with (bytes done, total bytes) while the weights are read.
     download_progress : callable, optional
         The same, while files are downloaded.
     trust_remote_code : bool
-        Run model code that comes with the checkpoint.
+        Run the checkpoint's own model code.
     outputs : {"return", "stay"}
         As in `dispatch`.
     adapter : path, optional
-        Directory of a LoRA adapter as peft writes it, in the names of transformers' class or of
-        the published code; it is added to the weights, which takes no memory.
+        Directory of a LoRA adapter in peft's format, for modules named as in transformers' class
+        or in the published code. The adapter is merged into the weights, without extra memory.
 
     Returns
     -------
     transformers.PreTrainedModel
-        Spread as the plan says, in evaluation mode; `generate` works as ever. For a plan for
-        training in training mode, ready for transformers' `Trainer` or a loop of your own: with
-        `method="full"` all of it learns, with `method="lora"` nothing does before peft has put
-        adapters into it (see `lora_targets`).
+        The model on its planned devices, in evaluation mode; `generate` works as usual. For a
+        training plan the model is in training mode, ready for transformers' `Trainer` or your own
+        loop: with `method="full"` all parameters are trainable, with `method="lora"` none are until
+        peft has added adapters (see `lora_targets`).
 
     Raises
     ------
@@ -87,11 +87,11 @@ def load(
     FormatError
         If the plan was made for another checkpoint.
     FleetError
-        If a GPU of the plan is gone, or has less free memory now than the plan needs.
+        If a GPU of the plan is missing, or has less free memory now than the plan needs.
     CheckpointError
-        If a file can't be had from the Hub, or isn't what it should be.
+        If a file can't be downloaded, or its content is wrong.
     LoadError
-        If what is in the files isn't what the model expects; nothing stays loaded then.
+        If the tensors in the files don't match the model; nothing stays loaded then.
     """
     outputs_stay = choose("outputs", outputs, _OUTPUTS) == "stay"
     lora = None if adapter is None else read_adapter_for(plan, adapter)
@@ -101,13 +101,13 @@ def load(
 
 
 class OpenedModel:
-    """A model opened once for all steps of a command, before a weight is read.
+    """A checkpoint with its model and tokenizer, each built once for all steps of a command.
 
     Parameters
     ----------
     checkpoint : Checkpoint
     workload : Workload
-        Of the plan that the model is opened for.
+        Workload of the plan that the model is opened for.
     """
 
     def __init__(self, checkpoint: Checkpoint, workload: Workload) -> None:
@@ -127,7 +127,7 @@ class OpenedModel:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """Model without data, on meta; `load_proved` takes and fills it."""
+        """Model on the meta device; `load_proved` takes it and loads its weights."""
         return build_model(self.checkpoint, self._workload)
 
     @cached_property
@@ -146,7 +146,7 @@ def load_proved(
 ) -> PreTrainedModel:
     """Load a plan that `prove_here` has proved; see `load`."""
     devices.materialise(plan.fleet)
-    try_copies(map(torch.device, plan.devices))  # before memory is taken there
+    try_copies(map(torch.device, plan.devices))  # before memory is allocated there
     say("reading the weights")
     model = _load_weights(plan, opened, progress)
     if lora is not None:
@@ -156,12 +156,12 @@ def load_proved(
 
 
 def prove_here(plan: Plan, opened: OpenedModel, download_progress: Progress | None = None) -> Plan:
-    """Prove a plan on the current GPUs and download its weights.
+    """Prove a plan on the current GPUs, then download its missing files; return the plan.
 
     Raises
     ------
     DuokaError
-        As for `load`, before a weight is read.
+        As for `load`; no weight has been read then.
     """
     checkpoint = opened.checkpoint
     if not checkpoint.has_weights:
@@ -172,7 +172,7 @@ def prove_here(plan: Plan, opened: OpenedModel, download_progress: Progress | No
     _refuse_untrusted(plan, checkpoint)
     plan.refuse_other(checkpoint.fingerprint, plan.source)
     loader.refuse_unloadable(checkpoint.config, plan.placement)
-    gc.collect()  # a closed engine is in reference cycles, and keeps its memory until then
+    gc.collect()  # reference cycles keep the memory of a closed engine
     devices.give_back()
     plan = plan.on_this_machine()
     refuse_more(plan.forecast.host_bytes)
@@ -186,9 +186,9 @@ def prove_here(plan: Plan, opened: OpenedModel, download_progress: Progress | No
 def _load_weights(plan: Plan, opened: OpenedModel, progress: Progress | None) -> PreTrainedModel:
     """Return the model with its weights on the planned devices."""
     model, checkpoint = opened.model, opened.checkpoint
-    del opened.model  # its memory is free as soon as the caller drops it
+    del opened.model  # so that only the caller keeps the model alive
     dtype = getattr(torch, plan.workload.dtype)
-    if plan.workload.training is not None:  # before memory is taken for what learns in 32 bit
+    if plan.workload.training is not None:  # trained parameters are loaded in 32 bit
         prepare_for_training(model, plan.workload, has_adapters=False)
     if method_of(checkpoint.config) is not None:
         return loader.load_published(
@@ -200,7 +200,7 @@ def _load_weights(plan: Plan, opened: OpenedModel, progress: Progress | None) ->
 
 
 def read_adapter_for(plan: Plan, adapter: str | os.PathLike[str]) -> LoraAdapter:
-    """Read a LoRA adapter for the weights of a plan."""
+    """Read a LoRA adapter; refuse plans with quantized or offloaded weights."""
     if plan.workload.quantize != "none" or plan.offloaded:
         raise UsageError(
             "an adapter can't be merged into quantized or offloaded weights, and the plan has "
@@ -211,7 +211,7 @@ def read_adapter_for(plan: Plan, adapter: str | os.PathLike[str]) -> LoraAdapter
 
 
 def _refuse_untrusted(plan: Plan, checkpoint: Checkpoint) -> None:
-    """Raise for a plan that was made with code of the checkpoint that may not run."""
+    """Refuse a plan made with the checkpoint's own code, if the code may not run now."""
     is_other = plan.fingerprint != checkpoint.fingerprint
     if is_other and plan.request.trust_remote_code and not checkpoint.trust_remote_code:
         raise ModelError(
@@ -224,25 +224,25 @@ def _refuse_untrusted(plan: Plan, checkpoint: Checkpoint) -> None:
 def tokenizer(
     source: str | os.PathLike[str] | Checkpoint | Plan, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint; no weight is downloaded.
+    """Load the tokenizer of a checkpoint without downloading weights.
 
     Parameters
     ----------
     source : path, Checkpoint or Plan
-        A directory, a model on the Hub, or the plan that was made for one.
+        A directory, a model on the Hub, or a plan, for its checkpoint.
     trust_remote_code : bool
-        Run the tokenizer's code, where it comes with one. A Checkpoint says so itself.
+        Run the tokenizer's own code, if it has some; ignored for a Checkpoint.
 
     Returns
     -------
     transformers.PreTrainedTokenizerBase
-        It pads on the left. That of ChatGLM2, ChatGLM3 or GLM-4 reads the published file, and its
-        `apply_chat_template` writes a chat as these models were trained.
+        A tokenizer that pads on the left. For ChatGLM2, ChatGLM3 and GLM-4 it is duoka's own class,
+        which reads the published file; `apply_chat_template` uses the models' training format.
 
     Raises
     ------
     CheckpointError
-        If there is none, or it is damaged.
+        If there is no tokenizer, or it is damaged.
     """
     if isinstance(source, Plan):
         source = source.source
@@ -255,21 +255,21 @@ def tokenizer(
 def dispatch(
     model: Model, placement: Placement | Plan | Mapping[str, str], *, outputs: Outputs = "return"
 ) -> Model:
-    """Spread a model over devices; the same object comes back.
+    """Move the modules of a model to devices, and return the same object.
 
     Parameters
     ----------
     model : torch.nn.Module
     placement : Placement, Plan or mapping
-        A mapping goes from module names to torch's device names.
+        A mapping has torch's device names by module names.
     outputs : {"return", "stay"}
-        Whether what the model returns goes back to the device of its inputs, as accelerate's
-        dispatch does, or stays where it was made. Caches stay in any case.
+        "return" moves outputs to the device of the inputs, as accelerate's dispatch does; "stay"
+        leaves them on the device that computed them. Caches stay in any case.
 
     Raises
     ------
     PlacementError
-        If a parameter or buffer has no device, or a name is unknown; nothing has been moved then.
+        If a parameter or buffer has no device, or a name is unknown. Nothing has been moved then.
     """
     outputs_stay = choose("outputs", outputs, _OUTPUTS) == "stay"
     if isinstance(placement, Plan):
@@ -290,18 +290,18 @@ def lora_targets(model: nn.Module, names: Sequence[str]) -> list[str]:
     ----------
     model : torch.nn.Module
     names : sequence of str
-        Ends of names, as the model's published code or its class has them: "query_key_value" of
+        Suffixes of module names, in the model's published code or its class: "query_key_value" of
         a ChatGLM is "q_proj", "k_proj" and "v_proj" in the class that `load` returns.
 
     Returns
     -------
     list of str
-        In the names of the model's class.
+        The suffixes in the model's class.
 
     Raises
     ------
     UsageError
-        If the model has no module of such a name that can have an adapter.
+        If no module with such a name can have an adapter.
     """
     if isinstance(model, ChatGLMPreTrainedModel):
         has_tower = bool(getattr(model.config, "vision_config", None))
@@ -310,6 +310,7 @@ def lora_targets(model: nn.Module, names: Sequence[str]) -> list[str]:
 
 
 def _spread(model: Model, plan: Plan, outputs_stay: bool) -> Model:
+    """Move a model to the devices of a plan, with its offloaded modules and movers."""
     return spread(
         model,
         plan.placement,

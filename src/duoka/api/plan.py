@@ -1,6 +1,6 @@
 """Implementation of `duoka.plan` and `duoka.plan_replicas`.
 
-torch is imported only if a model must be traced; a cached profile needs none of it.
+torch is imported only if a model must be traced: with a cached profile planning does without.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def plan(
     suggest: bool = True,
     trust_remote_code: bool = False,
 ) -> Plan:
-    """Find where every module goes.
+    """Choose a device for every module of a model.
 
     Parameters
     ----------
@@ -61,35 +61,34 @@ def plan(
         A directory with a published checkpoint, a model's name on the Hub ("org/name"), a model
         of transformers, or any module together with example `inputs`.
     fleet : Fleet or str
-        The devices that may be used; a text is read by `Fleet.parse`.
+        The devices that may be used; a str is parsed by `Fleet.parse`.
     workload : Workload, optional
-        What the model will be asked to do; by default `Workload()`. A model that is given as an
-        object has the dtype that it has.
+        Batch, prompt and new tokens, or training; by default `Workload()`. A model given as an
+        object keeps its dtype.
     use_all : bool
-        Use every device, instead of as few as hold the workload.
+        Use every device, instead of as few devices as fit the workload.
     objective : {"auto", "headroom", "latency", "throughput"}
-        What to optimise.
+        Quantity to optimize.
     device_map : mapping, one device, or "auto", "balanced", "sequential"
-        Put the modules where it says, in the names of the model or of its checkpoint; see
-        `Placement.from_device_map`. transformers' words for no map are those strategies.
+        Devices of the modules, by names of the model or of its checkpoint; see
+        `Placement.from_device_map`. The words of transformers choose a strategy instead.
     constraints : Constraints
-        The strategy, pins, and memory to leave free.
+        The strategy, modules pinned to devices, and memory to leave free.
     largest : {"context", "batch"}, optional
         Plan for the longest context or the largest batch that fits, instead of the workload's.
     inputs : mapping or tuple, optional
-        Arguments of one call of the module. The plan is then for such a call; a workload can't
-        be given as well.
+        Arguments of one call of the module, for which the plan is then made; excludes a workload.
     suggest : bool
-        Where nothing fits, look for what would fit instead, which can take a minute.
+        If nothing fits, search for changes that would fit, which can take a minute.
     trust_remote_code : bool
-        Run model code that comes with the checkpoint; a `Checkpoint` says so itself.
+        Run the checkpoint's own model code; ignored for a `Checkpoint`, which has its own setting.
 
     Raises
     ------
     InfeasibleError
-        If nothing fits: with the shortfall and what would fit.
+        If nothing fits; the error has the missing bytes and suggestions.
     PlacementError
-        If the device map misses, doubles, splits or invents a name: with all of them.
+        If names in the device map are missing, doubled, split or unknown; the error lists them all.
 
     Examples
     --------
@@ -133,24 +132,24 @@ def plan_replicas(
     constraints: Constraints = _UNCONSTRAINED,
     suggest: bool = True,
 ) -> Replicas:
-    """Find as many copies of a model as a fleet holds, each on devices of its own.
+    """Plan replicas of a model on a fleet, each on devices of its own.
 
     Parameters
     ----------
     model : path, str or Checkpoint
     fleet, workload
-        As for `plan`; each copy serves the whole workload.
+        As for `plan`; the workload is that of one replica.
     number : int or "auto"
-        How many copies; "auto" is as many as can be.
+        Number of replicas; "auto" for as many as fit.
     use_all, objective, constraints, suggest
-        As for `plan`: with `use_all` no device stays idle.
+        As for `plan`; with `use_all` no device stays idle.
 
     Raises
     ------
     InfeasibleError
-        If the fleet doesn't hold one copy, or so many.
+        If the fleet has too little memory for one replica, or for `number` replicas.
     UsageError
-        If something is demanded that is for one copy alone.
+        If an argument applies to a single replica only.
     """
     request = PlanRequest(
         workload=Workload() if workload is None else workload,
@@ -170,7 +169,7 @@ def plan_request(
     *,
     suggest: bool = True,
 ) -> Plan:
-    """Plan a checkpoint for a request: the front door of Python and of the command line."""
+    """Plan a checkpoint for a request; both `plan` and the command line call this."""
     problem = on_fleet(request, fleet, device_map)
     checkpoint = _open(model, request)
     find = partial(find_or_trace, checkpoint)
@@ -185,7 +184,7 @@ def plan_copies(
     *,
     suggest: bool = True,
 ) -> Replicas:
-    """Plan several copies of a checkpoint, each on devices of its own."""
+    """Plan replicas of a checkpoint for a request, each on devices of its own."""
     problem = on_fleet(request, fleet)
     checkpoint = _open(model, request)
     find = partial(find_or_trace, checkpoint)
@@ -201,14 +200,14 @@ def find_or_trace(checkpoint: Checkpoint, workload: Workload) -> Profile:
     with quiet_libraries():
         from duoka.tracing.get_profile import profile_checkpoint
 
-    say(f"tracing {checkpoint.name}{_form(workload)} (once; later plans use the cached profile)")
+    say(f"tracing {checkpoint.name}{_variant(workload)} (once; later plans use the cached profile)")
     profile = profile_checkpoint(checkpoint, workload)
     say("planning")
     return profile
 
 
-def _form(workload: Workload) -> str:
-    """Return the form in which a model is traced if it is not its own."""
+def _variant(workload: Workload) -> str:
+    """Describe how a trace differs from inference with the published weights; "" if it doesn't."""
     forms = [f"{workload.quantize} weights"] if workload.quantize != "none" else []
     forms += [f"{workload.cache} KV cache"] if workload.cache != "dynamic" else []
     training = " in training" if workload.training is not None else ""
@@ -226,6 +225,7 @@ Plan.format_table = format_table
 
 
 def _open(model: Model, request: PlanRequest) -> Checkpoint:
+    """Return the checkpoint of a model, opened if necessary."""
     if isinstance(model, Checkpoint):
         return model
     return Checkpoint.open(model, trust_remote_code=request.trust_remote_code)
@@ -237,8 +237,8 @@ def _is_module(model: object) -> TypeIs[nn.Module]:
     return torch is not None and isinstance(model, torch.nn.Module)
 
 
-def _traced(workload: Workload, problem: PlanProblem) -> Workload:
-    """Return the workload to trace for: of several sequences to find the largest batch."""
+def _traced_workload(workload: Workload, problem: PlanProblem) -> Workload:
+    """Return the workload to trace: for the largest batch, one of at least two sequences."""
     if problem.largest != "batch":
         return workload
     return replace(workload, batch=max(2, workload.batch))
@@ -258,16 +258,16 @@ def _plan_module(
         )
     is_encoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     workload = whole_prompt(problem.workload, is_encoder=is_encoder)
-    profile = profile_module(model, _traced(workload, problem), inputs)
+    profile = profile_module(model, _traced_workload(workload, problem), inputs)
     if inputs is not None:
         workload = Workload(prompt_tokens=1, new_tokens=1, gpu_generation=workload.gpu_generation)
     dtype = profile.dtype if profile.dtype in DTYPE_BYTES else "auto"
 
-    def profile_for(module: Workload) -> Profile | None:
-        module = whole_prompt(module, is_encoder=is_encoder)
-        if module.conditions == profile.conditions:
+    def profile_for(work: Workload) -> Profile | None:
+        work = whole_prompt(work, is_encoder=is_encoder)
+        if work.conditions == profile.conditions:
             return profile
-        return profile_module(model, _traced(module, problem), None) if module.images else None
+        return profile_module(model, _traced_workload(work, problem), None) if work.images else None
 
     return answer(
         profile,

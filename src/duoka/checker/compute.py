@@ -30,7 +30,7 @@ class Numbers:
     """Results of a run on the CPU, and its report."""
 
     tensors: Mapping[str, Tensor]
-    """What each call of the model and the whole run returned, and the parameters' gradients."""
+    """Outputs of the model's calls and of the whole run, and gradients, by name and path."""
     report: CheckReport
 
 
@@ -40,7 +40,7 @@ def is_computable(subject: Subject) -> bool:
 
 
 def compute(subject: Subject, *, on_one: bool = False) -> Numbers:
-    """Run a subject with real numbers from a fixed seed, moving tensors of mixed devices.
+    """Run a subject with real numbers from a fixed seed; with `on_one` entirely on its first GPU.
 
     A workload is limited to a few hundred tokens and steps.
     """
@@ -54,20 +54,21 @@ def compute(subject: Subject, *, on_one: bool = False) -> Numbers:
 
 
 class _Computation(CheckRun):
-    """A run that keeps its results."""
+    """A run that keeps CPU copies of its results."""
 
     def __init__(self, subject: Subject, *, on_one: bool) -> None:
         super().__init__(_smaller(subject), "cpu")
         self.tensors: dict[str, Tensor] = {}
         self._num_calls = 0
         if on_one:
-            # As many GPUs as before: the code may name one.
+            # The number of GPUs stays the same: model code may name a GPU.
             first_device = next((name for name in subject.devices if name != "cpu"), "cpu")
             self.subject = replace(
                 self.subject, entries=tuple((name, first_device) for name, _ in subject.entries)
             )
 
     def _run(self, first_device: torch.device) -> Stop | None:
+        """Run the subject, and keep the outputs of all calls and the gradients."""
         model = self.subject.model
         model.register_forward_hook(self._keep_output, always_call=False)
         stop = super()._run(first_device)
@@ -92,7 +93,7 @@ class _Computation(CheckRun):
 def _smaller(subject: Subject) -> Subject:
     """Return the subject with fewer tokens and without the jump to the end of the context.
 
-    The entries by which a cache is lengthened hold no numbers.
+    That jump lengthens the cache by entries without real numbers.
     """
     work = subject.workload
     tokens = work.prompt_tokens if subject.prompt else min(work.prompt_tokens, _PROMPT_TOKENS)

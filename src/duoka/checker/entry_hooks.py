@@ -19,13 +19,14 @@ from duoka.runtime.dispatch.place_tensors import tensor_names
 
 from .mixed_call import CAUSE
 
+# Called with the device of the placed module that is entered.
 Entered = Callable[[torch.device], None]
 
 
 def watch_entries(
     modules: Mapping[nn.Module, torch.device], entered: Entered, running: list[PlacedModule]
 ) -> None:
-    """Call `entered` with the device of each placed module, or submodule, that is entered."""
+    """Install hooks that call `entered` and keep the `running` placed modules, outermost first."""
     for module, device in modules.items():
         region = PlacedModule(device, entered, running)
         module.register_forward_pre_hook(region.enter)
@@ -46,7 +47,7 @@ def _parts(module: nn.Module, modules: Mapping[nn.Module, torch.device]) -> list
 
 
 class PlacedModule:
-    """A placed module and its submodules."""
+    """Hooks of a placed module and its submodules."""
 
     def __init__(self, device: torch.device, entered: Entered, running: list[PlacedModule]) -> None:
         self.device = device
@@ -55,7 +56,7 @@ class PlacedModule:
         self._mover = Mover(device, Frames())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlacedModule:
-        return self  # a copy of the module, made while it runs, is in the same place
+        return self  # a copy of a running module is on the same device
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook of the placed module."""
@@ -65,7 +66,7 @@ class PlacedModule:
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook of the placed module, also called after errors."""
         self._running.remove(self)
-        for tensor in tensors_in(output):  # the module decided where they are, not a fault
+        for tensor in tensors_in(output):  # the placement decided their device, not a fault
             vars(tensor).pop(CAUSE, None)
 
     def enter_part(

@@ -22,34 +22,35 @@ from .subject import Subject
 
 DECODE_STEPS = 2
 BETWEEN = "decode, many steps"
-"""The phase in which a cache is made longer without a step for each token."""
+"""Phase in which the KV cache is lengthened by many tokens at once, without running steps."""
 
 _TRAIN_STEPS = 2
 
 
 class StepListener:
-    """Listener for steps, and for the kinds of inputs, caches and gradients."""
+    """Listener for the steps of a run and its tensors; it does nothing by default."""
 
     def begin(self, phase: str) -> None:
         """Handle the start of a step of a phase."""
 
     def mark(self, kind: str, tensors: Any) -> None:
-        """Handle tensors of a kind of memory."""
+        """Handle tensors of a memory kind, such as "inputs" or "cache"."""
 
     def note(self, text: str) -> None:
-        """Handle a note on a difference from the users' run."""
+        """Handle a note for the report."""
 
 
 def run(subject: Subject, device: torch.device, steps: StepListener) -> Any:
-    """Run a subject whose model is on its devices; compiled code runs as Python."""
+    """Run a subject whose model is on its devices, eagerly; inputs start on `device`."""
     with torch.compiler.set_stance("force_eager"):
         return _run(subject, device, steps)
 
 
 def _run(subject: Subject, device: torch.device, steps: StepListener) -> Any:
+    """Call the inputs' function, or run one call, training steps, or generation."""
     model, inputs = subject.model, subject.inputs
     if callable(inputs) and not isinstance(inputs, Mapping):
-        # Each call of the model is a step.
+        # The function runs the model: each call of it is a step.
         model.register_forward_pre_hook(lambda *_: steps.begin("forward"))
         with torch.set_grad_enabled(subject.train):
             return inputs(model)
@@ -75,7 +76,7 @@ def _arguments(inputs: Any, device: torch.device) -> tuple[tuple[Any, ...], dict
 
 
 def _train(call: Callable[[], Any], steps: StepListener) -> torch.Tensor:
-    """Run forward, loss and backward twice; the second run sees the leftovers of the first."""
+    """Run forward, loss and backward twice; the second run meets the first run's gradients."""
     with torch.enable_grad():
         for _ in range(_TRAIN_STEPS):
             steps.begin("forward")
@@ -86,7 +87,7 @@ def _train(call: Callable[[], Any], steps: StepListener) -> torch.Tensor:
 
 
 def find_loss(outputs: Any) -> torch.Tensor:
-    """Return the loss in a model's output, or a sum of its tensors."""
+    """Return the loss in a model's output; else the sum of its first tensor with a gradient."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if isinstance(outputs, torch.Tensor):
         loss = outputs
@@ -107,7 +108,7 @@ def find_loss(outputs: Any) -> torch.Tensor:
 def _infer(
     model: nn.Module, call: Callable[[], Any], kwargs: dict[str, Any], steps: StepListener
 ) -> Any:
-    """Run a call, a second call with everything already created, and a call with the cache."""
+    """Run a call twice, the second time with tables in place, then a decode step if possible."""
     steps.begin("forward")
     outputs = call()
     again = _decode_arguments(model, outputs, kwargs)
@@ -119,7 +120,7 @@ def _infer(
             model(**again)
         except UnknownValueError:
             raise
-        except Exception as error:  # the model may not be called like this
+        except Exception as error:  # the model may not accept these arguments
             steps.note(f"a decode step (one token with the KV cache) failed: {error}")
     return outputs
 
@@ -127,7 +128,7 @@ def _infer(
 def _decode_arguments(
     model: nn.Module, outputs: Any, kwargs: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """Return the arguments for one more token, if a cache was returned and is accepted."""
+    """Return the arguments of a decode step; None if no cache is returned, or none is accepted."""
     accepted, ids = inspect.signature(model.forward).parameters, kwargs.get("input_ids")
     for name in CACHE_NAMES if isinstance(ids, torch.Tensor) else ():
         cache = outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
@@ -138,6 +139,7 @@ def _decode_arguments(
 
 
 def _training_inputs(subject: Subject, device: torch.device) -> dict[str, Any]:
+    """Return the keyword arguments of a training step: prompt, labels, and mask if accepted."""
     work = subject.workload
     shape = (work.batch, work.prompt_tokens)
     accepted = inspect.signature(subject.model.forward).parameters
@@ -156,7 +158,7 @@ def _training_inputs(subject: Subject, device: torch.device) -> dict[str, Any]:
 
 
 def _generate(subject: Subject, device: torch.device, steps: StepListener) -> Any:
-    """Run prefill and decode steps."""
+    """Run prefill and decode steps, and the cache reordering of beam search for a split layer."""
     work = subject.workload
     with torch.no_grad():
         model: Any = subject.model
@@ -200,5 +202,5 @@ def decode_phases(tokens: int) -> Iterator[tuple[str, int]]:
 
 
 def _contents(cache: Any) -> Any:
-    """Yield the tensors of a cache or of its layers."""
+    """Return the attributes of a cache's layers, or else of the cache; they hold its tensors."""
     return layer_tensors(cache) or (vars(cache) if hasattr(cache, "__dict__") else cache)

@@ -21,7 +21,10 @@ _NOTHING = object()
 
 @dataclass(frozen=True, slots=True)
 class OperandText:
-    """Expression of a tensor operand, or the called module with the parameter."""
+    """Source text of a tensor operand; `is_callees` marks a parameter of the called module.
+
+    The place of such a parameter is that of the module's expression.
+    """
 
     text: str
     place: Place | None
@@ -31,8 +34,9 @@ class OperandText:
 class Expressions:
     """Source expressions of the arguments of one call.
 
-    `frame` is a frame of model code at the call. `is_direct` is False if a library function or
-    module is in between. `positions` are the parameters of the operation.
+    `frame` is the frame of model code at the call. `direct` is False if model code calls the
+    operation through a library function or module. `positions` maps the operation's parameter names
+    to their positions.
     """
 
     def __init__(
@@ -45,7 +49,7 @@ class Expressions:
         self._source = source_of(frame.f_code.co_filename)
         self._node = self._source.nodes.get(code_position(frame.f_code, frame.f_lasti))
         self._arguments = list(self._candidates())
-        self._left = [node for _, node in self._arguments]
+        self._remaining = [node for _, node in self._arguments]
 
     @property
     def is_comparison(self) -> bool:
@@ -53,7 +57,10 @@ class Expressions:
         return isinstance(self._node, ast.Compare)
 
     def of(self, tensor: torch.Tensor, path: tuple[int | str, ...], receiver: bool) -> OperandText:
-        """Return the expression of one tensor."""
+        """Return the expression of the tensor at `path`; an empty text and no place if unknown.
+
+        `receiver` is True if the operation is a method, whose receiver is argument 0.
+        """
         # Five rules, the surest first. None runs model code, which may have side effects: values
         # are looked up among locals, globals, stored attributes and constant items (`_value`).
         #
@@ -69,7 +76,7 @@ class Expressions:
         # behind a module, positions are those of the operation in the module.
         maker: Spot = vars(tensor).get(SPOT, (None, 0))
         is_here = maker[0] is self._frame.f_code
-        for node in self._left:
+        for node in self._remaining:
             if is_here and code_position(*maker) == node_position(node):
                 return self._written(node, self._text(node))
             text = self._match_value(node, tensor)
@@ -79,18 +86,18 @@ class Expressions:
             written = self._by_position(path, receiver)
             if written is not None:
                 return written
-        owner = self._parameter(tensor)
+        owner = self._callee_parameter(tensor)
         if owner is not None:
             return owner
         if not self._direct:
-            for node in self._left:
+            for node in self._remaining:
                 if self._value(node) is _NOTHING or isinstance(self._value(node), torch.Tensor):
-                    self._left.remove(node)
+                    self._remaining.remove(node)
                     return self._written(node, self._text(node))
         return OperandText("", None)
 
     def _candidates(self) -> Iterator[tuple[int | str, ast.expr]]:
-        """Yield the expressions of the call by position or keyword."""
+        """Yield the argument expressions by position or keyword; a method's receiver is at -1."""
         node = self._node
         match node:
             case (
@@ -115,35 +122,36 @@ class Expressions:
     # In `x.add(y)` the operation gets x at 0 and y at 1; in the source they are at -1 (the
     # receiver) and 0. From the position of `*rest` on the arguments are items of `rest`.
     def _by_position(self, path: tuple[int | str, ...], receiver: bool) -> OperandText | None:
+        """Return the expression at a position or keyword; None if the call has none there."""
         index, rest = path[0], path[1:]
         arguments = dict(self._arguments)
         if isinstance(self._node, ast.Call) and isinstance(index, int):
             if receiver and -1 in arguments:
                 index -= 1
-            for at, node in self._arguments:
-                if isinstance(at, int) and isinstance(node, ast.Starred) and index >= at:
-                    return self._written(node, f"{self._text(node.value)}[{index - at}]")
+            for start, node in self._arguments:
+                if isinstance(start, int) and isinstance(node, ast.Starred) and index >= start:
+                    return self._written(node, f"{self._text(node.value)}[{index - start}]")
         if isinstance(index, str) and index not in arguments:
-            # PyTorch's functions hand what was given by position on by name.
+            # PyTorch's functions pass on by name an argument that was given by position.
             index = self._positions.get(index, index)
         argument = arguments.get(index)
         return None if argument is None else self._item_text(argument, rest)
 
     def _item_text(self, node: ast.expr, path: tuple[int | str, ...]) -> OperandText:
-        """Return the expression of an item in a list display, or of the n-th item of a list."""
-        for at, step in enumerate(path):
+        """Return the element of a list display at `path`, or the list with indices: "xs[1]"."""
+        for depth, step in enumerate(path):
             items = node.elts if isinstance(node, (ast.List, ast.Tuple)) else None
             spelled = items is not None and not any(isinstance(i, ast.Starred) for i in items)
             if items is None or not spelled or isinstance(step, str):
                 if isinstance(node, (ast.ListComp, ast.GeneratorExp)):
                     return self._written(node, self._text(node.elt))
-                steps = "".join(f"[{step!r}]" for step in path[at:])
+                steps = "".join(f"[{step!r}]" for step in path[depth:])
                 return self._written(node, self._text(node) + steps)
             node = items[step]
         return self._written(node, self._text(node))
 
     def _match_value(self, node: ast.expr, tensor: torch.Tensor) -> str | None:
-        """Return the expression if its value is `tensor`, or a list that contains it."""
+        """Return the text of `node`, or of an item of it, with the value `tensor`; else None."""
         value = self._value(node)
         if value is tensor:
             return self._text(node)
@@ -151,8 +159,8 @@ class Expressions:
         items = enumerate(value) if isinstance(value, (list, tuple)) else items
         return next((f"{self._text(node)}[{key!r}]" for key, item in items if item is tensor), None)
 
-    def _parameter(self, tensor: torch.Tensor) -> OperandText | None:
-        """Return the expression of a parameter or buffer of the called module."""
+    def _callee_parameter(self, tensor: torch.Tensor) -> OperandText | None:
+        """Return the expression of a parameter or buffer of the called module; None for others."""
         node = self._node
         if not isinstance(node, ast.Call):
             return None
@@ -172,7 +180,7 @@ class Expressions:
         return self._source.place(node_position(node), "").text
 
     def _value(self, node: ast.expr) -> Any:
-        """Look up the current value of an expression without running code."""
+        """Look up the value of an expression without running code; `_NOTHING` if that fails."""
         if isinstance(node, ast.Name):
             return self._locals.get(node.id, self._frame.f_globals.get(node.id, _NOTHING))
         if isinstance(node, ast.Attribute):
@@ -185,7 +193,7 @@ class Expressions:
 
 
 def _member(value: Any, name: str) -> Any:
-    """Look up an attribute that is stored, not computed."""
+    """Look up a stored attribute; `_NOTHING` if it is absent or computed."""
     if isinstance(value, nn.Module):
         for table in (value._parameters, value._buffers, value._modules):
             if name in table:
@@ -194,6 +202,7 @@ def _member(value: Any, name: str) -> Any:
 
 
 def _item(value: Any, key: Any) -> Any:
+    """Look up an item of a plain or PyTorch container; `_NOTHING` if that fails."""
     if isinstance(value, nn.ModuleList) and isinstance(key, int):
         value = list(value._modules.values())
     elif isinstance(value, nn.ModuleDict):

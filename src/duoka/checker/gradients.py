@@ -1,4 +1,4 @@
-"""Custom autograd functions whose backward returns a gradient on the wrong device.
+"""Detect custom autograd functions whose backward returns a gradient on the wrong device.
 
 Autograd refuses such gradients on CUDA but accepts them for tensor subclasses, including virtual
 GPUs', so every custom function is checked here.
@@ -14,16 +14,13 @@ from unittest import mock
 import torch
 from torch.autograd.function import BackwardCFunction
 
+# Called with the function's class, the input's index, the gradient, and the expected device.
 Misplaced = Callable[[type, int, torch.Tensor, torch.device], None]
 
 
 @contextmanager
 def check_gradients(misplaced: Misplaced) -> Iterator[None]:
-    """Call `misplaced` for each gradient on a wrong device inside the scope, and move it.
-
-    `misplaced` gets the function's class, the index of the input, the gradient, and the expected
-    device.
-    """
+    """Call `misplaced` for each gradient on a wrong device inside the scope, and move it."""
     applied = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -31,7 +28,7 @@ def check_gradients(misplaced: Misplaced) -> Iterator[None]:
         for output in result if isinstance(result, tuple) else (result,):
             node = output.grad_fn if isinstance(output, torch.Tensor) else None
             if isinstance(node, BackwardCFunction):
-                node.register_hook(_hook(cls, _expected(node), misplaced))
+                node.register_hook(_hook(cls, _expected_devices(node), misplaced))
                 break  # all outputs have the same node
         return result
 
@@ -39,8 +36,8 @@ def check_gradients(misplaced: Misplaced) -> Iterator[None]:
         yield
 
 
-def _expected(node: Any) -> list[torch.device | None]:
-    """Return the devices of a function's inputs that require gradients."""
+def _expected_devices(node: Any) -> list[torch.device | None]:
+    """Return the device of each input of a function; None for an input without a gradient."""
     return [
         None if source is None else source._input_metadata[index].device
         for source, index in node.next_functions
@@ -48,6 +45,8 @@ def _expected(node: Any) -> list[torch.device | None]:
 
 
 def _hook(cls: type, expected: list[torch.device | None], misplaced: Misplaced) -> Any:
+    """Return the autograd hook that reports and moves misplaced gradients."""
+
     def hook(gradients: tuple[Any, ...], _: Any) -> tuple[Any, ...]:
         moved_gradients = []
         for index, (gradient, device) in enumerate(zip(gradients, expected, strict=True)):

@@ -1,8 +1,8 @@
 """Hard-coded CUDA devices in model code, and the `torch.cuda` that model code sees.
 
 Model code calls `torch.cuda.is_available()` to select a device. On a machine without a GPU it must
-take the same branch as with GPUs. Libraries call the same functions to select kernels and get the
-truth.
+take the same branch as with GPUs, so it gets the answers of the virtual GPUs. Libraries call the
+same functions to select kernels, and get the real answers.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from duoka.virtual import device_type as virtual_type
 
 _TO = torch.Tensor.to
 _CUDA = torch.Tensor.cuda
+# Functions of `torch.cuda` that virtual GPUs answer: about all GPUs, and about one GPU.
 _OF_ALL = ("empty_cache", "is_bf16_supported")
 _OF_ONE = (
     "get_device_capability", "get_device_name", "max_memory_allocated", "max_memory_reserved",
@@ -29,17 +30,17 @@ _OF_ONE = (
     "synchronize",
 )  # fmt: skip
 
-# One object for each, so that a device which code asked a tensor for is told from one it names.
-# For a tensor on vgpu:1 model code always gets the same object torch.device("cuda", 1). Passed on
-# to `y.to(...)` it is recognized by identity, and nothing is hard-coded. An equal device that the
-# code makes itself is another object.
+# One object for each device, to tell a tensor's device from a device that the code names. For a
+# tensor on vgpu:1 model code always gets the same object torch.device("cuda", 1). When passed to
+# `y.to(...)`, that object is recognized by identity, and is not hard-coded. An equal device that
+# the code creates is another object.
 _seen: dict[int, torch.device] = {}
 
 
 def device_position(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> int | str | None:
-    """Return the position or keyword of a CUDA device that a call names; None if there is none."""
+    """Return the position or keyword of the CUDA device in a call; None if there is none."""
     if func is _CUDA:
         return 1 if len(args) > 1 else "device"
     if kwargs.get("device") is not None and _is_cuda(kwargs["device"]):
@@ -71,10 +72,12 @@ def on_virtual_gpu(
 
 
 def _is_device(value: Any) -> bool:
+    """Return True for a torch.device of CUDA."""
     return type(value) is torch.device and value.type == "cuda"
 
 
 def _is_cuda(value: Any) -> bool:
+    """Return True for any form of a CUDA device: text, index or torch.device."""
     if type(value) is str:
         return value.startswith("cuda")
     if type(value) is int:
@@ -83,8 +86,9 @@ def _is_cuda(value: Any) -> bool:
 
 
 def _virtual(device: Any, current: CurrentDevice) -> torch.device:
+    """Return the virtual GPU of a CUDA device; raise if there is no such GPU, as CUDA does."""
     index = current.number(device)
-    active_world().gpu(index)  # fails as CUDA does if there is no such GPU
+    active_world().gpu(index)  # raises for an invalid index
     return virtual_device(index)
 
 
@@ -96,7 +100,7 @@ def present_as_cuda(device: torch.device) -> torch.device:
 
 
 def is_asked_device(device: object) -> bool:
-    """Return True if a device came from `present_as_cuda`."""
+    """Return True if a device is an object of `present_as_cuda`: code asked a tensor for it."""
     return any(device is virtual for virtual in _seen.values())
 
 
@@ -153,16 +157,19 @@ _start_autocast = torch.autocast.__init__
 
 
 def _autocast(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
-    """Start autocast, for CUDA that of virtual GPUs."""
+    """Initialize autocast; for CUDA with the device type of virtual GPUs."""
     kind = virtual_type() if device_type == "cuda" else device_type
     _start_autocast(self, kind, *args, **kwargs)
 
 
 def _of_one(answer: Callable[..., Any], current: CurrentDevice, device: Any = None) -> Any:
+    """Call `answer` with the index of a device, by default the current one."""
     return answer(current.number(device))
 
 
 def _for_model_code(answer: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `answer` from model code and `real` from installed code."""
+
     def function(*args: Any, **kwargs: Any) -> Any:
         file = sys._getframe(1).f_code.co_filename
         return (real if is_installed(file) or file.startswith("<") else answer)(*args, **kwargs)

@@ -1,10 +1,9 @@
-"""Goes on where devices mix: records the fault, moves the tensors, and runs the operation.
+"""Continue after an operation on several devices: record the fault, move the tensors, repeat.
 
-Two nets lie under each other. The virtual GPUs judge ATen operations as CUDA does, so that nothing
-is called a fault that CUDA accepts. The call in Python that such an operation was part of is where
-the tensors are moved, since there autograd records the move, as it would a person's `.to`. What no
-Python call of PyTorch's functions surrounds (backward, custom functions) is settled at the
-operation itself.
+Two layers work together. The virtual GPUs judge ATen operations as CUDA does, so that nothing that
+CUDA accepts is reported as a fault. The tensors are moved at the Python call around the failed ATen
+operation, where autograd records the move, as it records a `.to` in source code. An ATen operation
+outside of any Python call of a PyTorch function (backward, custom functions) is settled by itself.
 """
 
 from __future__ import annotations
@@ -66,25 +65,25 @@ _DEVICE_QUERIES: Any = (
 )
 _GET_ITEM, _SET_ITEM = "Tensor.__getitem__", "Tensor.__setitem__"
 
-# Writes into a copy: the result is the first operand with something put into it.
+# Operations that write into a copy of the first operand, and return it.
 _COPYING_WRITES = frozenset(
     {
         "masked_scatter", "masked_fill", "index_put", "index_add", "index_copy", "index_fill",
         "scatter", "scatter_add", "scatter_reduce", "slice_scatter", "select_scatter", "copy",
     }
 )  # fmt: skip
-_DEAR_BYTES = 2**20
-"""A weight as small as this may be moved to where it is used: that takes fewer changes of code."""
+_LARGE_BYTES = 2**20
+"""Weights up to this size may be moved to their use, which takes fewer changes of code."""
 
 
 class FunctionInterceptor(TorchFunctionMode):
-    """Intercept all calls of PyTorch's functions and continue after mixed devices."""
+    """Intercept all calls of PyTorch functions, and continue after calls that mix devices."""
 
     def __init__(self, names: ReportNames, elsewhere: frozenset[Spot] = frozenset()) -> None:
         super().__init__()
         self.names = names
-        # Where an operation runs on another device than the code around it; and all places that
-        # have such a choice, with the bytes that are moved there.
+        # Places where an operation runs on another device than the module around it; and all places
+        # that have such a choice, with the bytes that are moved there.
         self._elsewhere = elsewhere
         self.choices: Counter[Spot] = Counter()
         self.phase = "forward"
@@ -95,13 +94,13 @@ class FunctionInterceptor(TorchFunctionMode):
         self.hard_coded: dict[Spot, tuple[str, str, int]] = {}
         self.current = CurrentDevice()
         self._calls = _Calls()
-        self._explained: set[Spot | None] = set()
-        self._reads: dict[Place, FaultRecord] = {}
+        self._explained: set[Spot | None] = set()  # hard-coded devices with a fault
+        self._reads: dict[Place, FaultRecord] = {}  # faults of reading an item
         self._chosen: dict[tuple[Any, ...], torch.device] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Continue after faults inside the scope."""
+        """Record faults and continue after them inside the scope."""
         with ExitStack() as stack:
             stack.enter_context(settled_by(self))
             stack.enter_context(check_gradients(self._record_gradient))
@@ -112,7 +111,7 @@ class FunctionInterceptor(TorchFunctionMode):
 
     @contextmanager
     def _in_backward(self) -> Iterator[None]:
-        """Stay active in backward, where PyTorch leaves the mode."""
+        """Stay active in backward, where PyTorch deactivates function modes."""
         engine = vars(torch.autograd)["_engine_run_backward"]
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -140,7 +139,7 @@ class FunctionInterceptor(TorchFunctionMode):
         if position is not None:
             named = func
             device, func, args, kwargs = on_virtual_gpu(func, args, kwargs, position, self.current)
-            self._hard_code(frame, named, device)
+            self._count_hard_coded(frame, named, device)
         self._calls.depth += 1
         try:
             result = func(*args, **kwargs)
@@ -148,19 +147,19 @@ class FunctionInterceptor(TorchFunctionMode):
             mixed = MixedCall(error, func, args, kwargs, frame)
             if not mixed.is_mix:
                 raise
-            result = self._go_on(mixed)
+            result = self._move_and_repeat(mixed)
         finally:
             self._calls.depth -= 1
-        self._mark(result, frame, args)
+        self._mark_result(result, frame, args)
         return result
 
-    def _mark(self, result: Any, frame: FrameType, args: tuple[Any, ...]) -> None:
-        """Store in a new tensor its origin and the fault that determined its device."""
+    def _mark_result(self, result: Any, frame: FrameType, args: tuple[Any, ...]) -> None:
+        """Mark new tensors with their place of origin and the fault that decided their device."""
         for tensor in result if type(result) in (tuple, list) else (result,):
             if not isinstance(tensor, torch.Tensor) or SPOT in (marks := vars(tensor)):
                 continue
             if is_own_code(frame.f_code) and args and isinstance(args[0], torch.Tensor):
-                # A mover's copy is the same thing in another place.
+                # The copy that duoka's mover makes has the origin of the moved tensor.
                 if SPOT in vars(args[0]):
                     marks[SPOT] = vars(args[0])[SPOT]
                 continue
@@ -168,7 +167,7 @@ class FunctionInterceptor(TorchFunctionMode):
             if caller is not None:
                 marks[SPOT] = spot = spot_of(caller)
                 if self.hard_coded:
-                    marks[_HARD] = spot if spot in self.hard_coded else _all_hard(args)
+                    marks[_HARD] = spot if spot in self.hard_coded else _hard_coded_spot(args)
             if self.findings:
                 cause = cause_of_result(args, tensor.device)
                 if cause is not None:
@@ -176,29 +175,33 @@ class FunctionInterceptor(TorchFunctionMode):
 
     # ── faults ──
 
-    def _go_on(self, mixed: MixedCall) -> Any:
+    def _move_and_repeat(self, mixed: MixedCall) -> Any:
+        """Record the fault of a call, and repeat the call with its tensors on one device."""
         mixed.move_to(self._target(mixed))
         if not mixed.moving_ids:
-            return self._settle_each(mixed)  # what mixes isn't among the arguments of the call
+            return self._settle_each(mixed)  # the tensors that mix are not arguments
         finding = self._record(mixed)
         args, kwargs = mixed.args, mixed.kwargs = mixed.moved_arguments()
         try:
             result = mixed.func(*args, **kwargs)
         except MixedDevicesError:
             result = self._settle_each(mixed)
-        if mixed.written is None:  # what is written stays where it was
+        if mixed.written is None:  # a written tensor stays on its device
             mark_cause(result, finding)
         return result
 
     def _settle_each(self, mixed: MixedCall) -> Any:
-        """Repeat a call, settling each operation inside."""
+        """Repeat a call, and settle each ATen operation inside by itself."""
         with self._calls.outside():
             return mixed.func(*mixed.args, **mixed.kwargs)
 
     def settle(
         self, error: MixedDevicesError, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Settle an ATen operation outside of any Python call (see `virtual.settled_by`)."""
+        """Return moved arguments for an ATen operation that is outside of any Python call.
+
+        `virtual.settled_by` calls this; inside of a Python call the error is raised to that call.
+        """
         if self._calls.depth:
             raise error
         mixed = MixedCall(error, error.func, args, kwargs, sys._getframe(1))
@@ -211,7 +214,7 @@ class FunctionInterceptor(TorchFunctionMode):
             return mixed.moved_arguments()
 
     def bring_to_cpu(self, error: TypeError, tensor: torch.Tensor) -> torch.Tensor:
-        """Record a tensor whose memory was requested, and return a CPU copy (see `virtual`)."""
+        """Return a CPU copy of a tensor whose memory is read, as by `numpy()`; record the fault."""
         mixed = MixedCall(error, torch.Tensor.numpy, (tensor,), {}, sys._getframe(1))
         mixed.move_to(torch.device("cpu"))
         self._record(mixed)
@@ -219,7 +222,7 @@ class FunctionInterceptor(TorchFunctionMode):
 
     def _target(self, mixed: MixedCall) -> torch.device:
         """Choose the device for an operation on tensors of several devices."""
-        # A repair can't change where a result is written or what needs the CPU. Otherwise the
+        # No fix changes where a result is written or which argument must be on the CPU. Else the
         # operation belongs to the module entered last, unless that means to move a large weight.
         # Where more bytes would move than stay, the other device is noted as a choice, for another
         # run to try (see `run`). Example: hidden states of 8 MiB on cuda:0, a mask of 1 KiB on
@@ -237,29 +240,30 @@ class FunctionInterceptor(TorchFunctionMode):
             return tensors[0].device
         key = (spot, frozenset(devices))
         if torch._C._current_graph_task_id() != -1 and key in self._chosen:
-            # A checkpointed region computes again what it computed, where it did.
+            # Backward recomputes a checkpointed region on the devices of the forward pass.
             return self._chosen[key]
         held_bytes: Counter[torch.device] = Counter()
         gpu = [tensor for tensor in tensors if tensor.device.type != "cpu"] or tensors
         for tensor in gpu:
             held_bytes[tensor.device] += tensor.nbytes
         largest = max(gpu, key=lambda tensor: tensor.nbytes)
-        # A weight that is larger than all that it meets: a copy of it for each call costs more.
-        dear_bytes = max(held_bytes.total() - held_bytes[largest.device], _DEAR_BYTES)
-        is_dear = isinstance(largest, torch.nn.Parameter) and largest.nbytes > dear_bytes
+        # A weight larger than the other operands together stays: copying it costs more.
+        large_bytes = max(held_bytes.total() - held_bytes[largest.device], _LARGE_BYTES)
+        is_large = isinstance(largest, torch.nn.Parameter) and largest.nbytes > large_bytes
         target = self.stage
-        if target is None or target not in devices or is_dear:
+        if target is None or target not in devices or is_large:
             target = held_bytes.most_common(1)[0][0]
         elif spot is not None:
             moved_bytes = held_bytes.total() - held_bytes[target]
             other = next((it for it, _ in held_bytes.most_common() if it != target), target)
-            if held_bytes[other] > held_bytes[target] or moved_bytes > _DEAR_BYTES:
+            if held_bytes[other] > held_bytes[target] or moved_bytes > _LARGE_BYTES:
                 self.choices[spot] += moved_bytes
                 target = other if spot in self._elsewhere else target
         self._chosen[key] = target
         return target
 
     def _record(self, mixed: MixedCall) -> FaultRecord:
+        """Return the record of a fault at this place, new or known, and count the occurrence."""
         caller = mixed.caller or library_frame(mixed.frame)
         place = Place(file="", line=0) if caller is None else place_of(spot_of(caller))
         key = (caller and spot_of(caller), mixed.op)
@@ -282,7 +286,7 @@ class FunctionInterceptor(TorchFunctionMode):
     def _record_gradient(
         self, function: type, index: int, gradient: torch.Tensor, expected: torch.device
     ) -> None:
-        """Record a gradient returned on a wrong device."""
+        """Record a fault: a custom function returned a gradient on a wrong device."""
         code = function.backward.__code__  # type: ignore[attr-defined]
         place = returned_expression(code, index)
         where, got = self.names.device(expected), self.names.device(gradient.device)
@@ -304,6 +308,7 @@ class FunctionInterceptor(TorchFunctionMode):
         self.findings[key].count_in(self.step, "", ())
 
     def _fault(self, mixed: MixedCall, caller: FrameType | None, place: Place) -> Fault:
+        """Build the fault of a call; hard-coded devices of its tensors count as explained."""
         spots = {id(tensor): vars(tensor).get(_HARD) for _, tensor in mixed.tensors}
         self._explained |= {*spots.values()}
         kind: FaultKind = "in-place" if mixed.written is not None else "mixed-devices"
@@ -322,6 +327,7 @@ class FunctionInterceptor(TorchFunctionMode):
         )
 
     def _operands(self, mixed: MixedCall, caller: FrameType | None) -> tuple[Operand, ...]:
+        """Build the operands of a fault, with their source expressions and origins."""
         expressions = None
         if caller is not None:
             positions = positions_of(mixed.func)
@@ -332,7 +338,7 @@ class FunctionInterceptor(TorchFunctionMode):
             if expressions is not None:
                 written = expressions.of(tensor, path, mixed.is_method)
                 text = written.text
-                # A module can't be moved in the place of its parameter.
+                # The source names the module: moving that isn't moving its parameter.
                 place = None if written.is_callees and is_moved else written.place
             operand = self._operand(path, tensor, text, place)
             operands.append(replace(operand, moved=is_moved, origin=self._origin(tensor)))
@@ -341,7 +347,7 @@ class FunctionInterceptor(TorchFunctionMode):
         return tuple(operands)
 
     def _operand(self, path: Path, tensor: torch.Tensor, text: str, place: Place | None) -> Operand:
-        """Build the operand for a moved tensor of unknown origin."""
+        """Build an operand, at first as a moved tensor of unknown origin."""
         return Operand(
             argument="".join([str(path[0]), *(f"[{step}]" for step in path[1:])]),
             expression=text,
@@ -354,7 +360,7 @@ class FunctionInterceptor(TorchFunctionMode):
         )
 
     def _origin(self, tensor: torch.Tensor) -> Origin | None:
-        """Return the recorded origin of a tensor."""
+        """Return the name or the creating operation of a tensor; None if unknown."""
         name = self.names.tensor(tensor)
         if name is not None:
             return name
@@ -364,7 +370,7 @@ class FunctionInterceptor(TorchFunctionMode):
     # ── hard-coded devices ──
 
     def warnings(self) -> Iterator[Fault]:
-        """Return hard-coded devices that cause no fault in this placement."""
+        """Yield warnings for hard-coded devices without a fault in this placement."""
         for spot, (op, device, count) in self.hard_coded.items():
             if spot not in self._explained:
                 yield Fault(
@@ -378,7 +384,11 @@ class FunctionInterceptor(TorchFunctionMode):
                     count=count,
                 )
 
-    def _hard_code(self, frame: FrameType, func: Callable[..., Any], device: Any) -> None:
+    def _count_hard_coded(self, frame: FrameType, func: Callable[..., Any], device: Any) -> None:
+        """Count a call whose source names a CUDA device.
+
+        A tensor's device doesn't count, nor a bare "cuda" after the code set the current device.
+        """
         caller = model_frame(frame)
         is_bare = not isinstance(device, int) and torch.device(device or "cuda").index is None
         if is_asked_device(device) or (is_bare and self.current.is_set):
@@ -390,12 +400,12 @@ class FunctionInterceptor(TorchFunctionMode):
             self.hard_coded[spot] = (op_name(func), name, count + 1)
 
 
-# Who settles a mix depends on the depth. Inside of a Python call (depth 1 or more) the ATen error
+# The depth decides where a mix is settled. Inside of a Python call (depth 1 or more) the ATen error
 # rises to `__torch_function__`, which moves the arguments of the whole call and repeats it. At
-# depth 0 there is no such call, so `settle` moves the arguments of the ATen operation itself:
+# depth 0 there is no such call, and `settle` moves the arguments of the ATen operation itself:
 #
 #   F.layer_norm(x, [4], w)             depth 1   w.to(x.device) is recorded by autograd
-#   a C++ node of the backward pass     depth 0   the node's arguments are moved; nothing records
+#   a C++ node of the backward pass     depth 0   the node's arguments are moved, unrecorded
 class _Calls:
     """Nesting depth of calls of PyTorch's functions."""
 
@@ -413,8 +423,8 @@ class _Calls:
 
 # Example: t = torch.zeros(4, device="cuda:0") is on a hard-coded device, and so is t * 2. The sum
 # t + h is not, as the device of h follows from the placement.
-def _all_hard(args: tuple[Any, ...]) -> Spot | None:
-    """Return the hard-coded devices that alone determined where these tensors are."""
+def _hard_coded_spot(args: tuple[Any, ...]) -> Spot | None:
+    """Return the place of a hard-coded device if all tensors off the CPU are on such; else None."""
     spots = [
         vars(tensor).get(_HARD) for _, tensor in tensors_of(args, {}) if tensor.device.type != "cpu"
     ]

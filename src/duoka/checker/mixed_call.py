@@ -22,10 +22,10 @@ from .report_names import ReportNames
 from .source_map import model_frame
 
 CAUSE = "_duoka_cause"
-"""The attribute of a tensor that names the fault which decided its device."""
+"""Tensor attribute: the record of the fault that determined the tensor's device."""
 
 Path = tuple[int | str, ...]
-"""A tensor's place in a call: a position or a keyword, then positions in lists."""
+"""Path to a tensor in a call: argument position or keyword, then indices in nested lists."""
 
 _MOST_OPERANDS = 8
 _METHOD = "torch.Tensor."
@@ -34,7 +34,7 @@ _DEVICE = re.compile(r"\b(?:vgpu|privateuseone):\d+\b|\bcpu\b")
 
 
 class MixedCall:
-    """A call that mixes devices, and where its tensors go."""
+    """A call with tensors on several devices, and the device to which they are moved."""
 
     target: torch.device
     moving_ids: frozenset[int] = frozenset()
@@ -55,7 +55,7 @@ class MixedCall:
         self.args = args
         self.kwargs = kwargs
         self.frame = frame
-        # What PyTorch itself refuses before it comes to an ATen operation has only a text.
+        # PyTorch's own errors, before any ATen operation, are recognized by their text.
         self.is_mix = _SAME_DEVICE in str(error) or len(set(_DEVICE.findall(str(error)))) > 1
         self.kernel = ""
         self.tensors = list(tensors_of(args, kwargs))
@@ -71,7 +71,7 @@ class MixedCall:
         self.op = full.removeprefix("torch.") if self.is_method else full
 
     def _visible(self, written: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the written tensor as the caller sees it."""
+        """Return the caller's tensor with the storage of the written one; None if there is none."""
         if not isinstance(written, VirtualTensor):
             return written
         for _, tensor in self.tensors:
@@ -81,20 +81,23 @@ class MixedCall:
 
     @cached_property
     def caller(self) -> FrameType | None:
-        """Frame of the model code around the call."""
+        """Innermost frame of model code around the call; None if there is none."""
         return model_frame(self.frame)
 
     @property
     def is_direct(self) -> bool:
         """Return True if model code calls the function itself, not through a PyTorch module."""
-        # Functions in Python pass their arguments on as they are to whoever overrides them.
+        # Functions written in Python call `handle_torch_function`: both frames are skipped.
         inner: FrameType | None = self.frame
         if inner is not None and inner.f_code.co_name == "handle_torch_function":
             inner = inner.f_back and inner.f_back.f_back
         return inner is not None and is_model_code(inner.f_code)
 
     def move_to(self, target: torch.device, *, is_forced: bool = False) -> None:
-        """Select the tensors to move; for a CPU-only argument, just that tensor."""
+        """Set the target and select the tensors to move there.
+
+        A CPU-only argument is the only one selected, unless `is_forced`.
+        """
         self.target = target
         moving = {id(tensor) for _, tensor in self.tensors if must_move(tensor, target)}
         if self.for_cpu is not None and not is_forced:
@@ -111,7 +114,7 @@ class MixedCall:
         return args, kwargs
 
     def sampled_tensors(self) -> list[tuple[Path, torch.Tensor]]:
-        """Limit many operands of a list: the first moving and the first staying ones."""
+        """Return the tensors to report; of many the first moving and the first staying tensors."""
         if len(self.tensors) <= _MOST_OPERANDS:
             return self.tensors
         half = _MOST_OPERANDS // 2
@@ -142,7 +145,7 @@ class MixedCall:
     # No follow-up: `h = b(x) + scale`, then `h * shift`, with scale and shift on cuda:0, outside of
     # all placed modules. h stays on cuda:1, where b made it, and `shift` needs a fix of its own.
     def earlier_cause(self, names: ReportNames, running: torch.device | None) -> FaultRecord | None:
-        """Return the earlier fault that causes this one, if any.
+        """Return the earlier fault from which the new fault follows; None if there is none.
 
         `running` is the device of the innermost running module that the placement names.
         """
@@ -164,16 +167,16 @@ class MixedCall:
 
 
 def positions_of(func: Any) -> dict[str, int]:
-    """Return the parameters of an operation in order, if Python knows them."""
+    """Return the position of each parameter of a function by name; empty without a signature."""
     try:
         names = list(inspect.signature(func).parameters)
     except (TypeError, ValueError):
         return {}
-    return {name: at for at, name in enumerate(names)}
+    return {name: index for index, name in enumerate(names)}
 
 
 def op_name(func: Any) -> str:
-    """Return the name by which code calls an operation."""
+    """Return the name by which source code calls a function, such as "torch.add"."""
     return resolve_name(func) or getattr(func, "__qualname__", None) or str(func)
 
 
@@ -185,10 +188,14 @@ class FaultRecord:
 
     first: Fault
     """The fault at its first occurrence."""
+    # The earlier fault without which this one would not occur.
     cause: FaultRecord | None = None
     modules: dict[str, None] = field(default_factory=dict)
+    # The most occurrences in one step.
     count: int = 0
+    # The faults that this fault causes.
     followups: list[FaultRecord] = field(default_factory=list)
+    # Local names that held a tensor on the target at every occurrence; None before the first.
     at_hand: tuple[str, ...] | None = None
     _step: int = -1
     _in_step: int = 0
@@ -203,7 +210,7 @@ class FaultRecord:
         self.at_hand = tuple(name for name in previous if name in now)
 
     def fault(self) -> Fault:
-        """Return the frozen fault."""
+        """Return the fault of the report, with its modules, count and follow-ups."""
         return replace(
             self.first,
             modules=tuple(self.modules),
@@ -216,13 +223,14 @@ class FaultRecord:
 def tensors_of(
     args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Yield the tensors of a call with their positions."""
+    """Yield the tensors of a call, also in nested lists, with their paths."""
     steps: Iterable[tuple[int | str, Any]] = (*enumerate(args), *kwargs.items())
     for step, value in steps:
         yield from _tensors_below((step,), value)
 
 
 def _tensors_below(path: Path, value: Any) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Yield a tensor, or the tensors of a nested list or tuple, with their paths."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, (list, tuple)):
@@ -238,7 +246,7 @@ def _tensors_below(path: Path, value: Any) -> Iterator[tuple[Path, torch.Tensor]
 
 
 def cause_of_result(args: Any, device: torch.device) -> FaultRecord | None:
-    """Return the fault that moved an argument to the device of the result."""
+    """Return the fault that moved an argument to the device of the result; None if none did."""
     for value in args:
         if isinstance(value, torch.Tensor):
             cause: FaultRecord | None = vars(value).get(CAUSE)
@@ -252,7 +260,7 @@ def cause_of_result(args: Any, device: torch.device) -> FaultRecord | None:
 
 
 def mark_cause(result: Any, finding: FaultRecord) -> None:
-    """Store that a fault determined the device of a result."""
+    """Mark the tensors of a result: a fault determined their device."""
     for tensor in result if isinstance(result, (tuple, list)) else (result,):
         if isinstance(tensor, torch.Tensor):
             vars(tensor)[CAUSE] = finding

@@ -21,7 +21,7 @@ from .source_map import model_frame, place_of, spot_of
 _aten = torch.ops.aten
 _COPIES = frozenset({_aten._to_copy.default, _aten.copy_.default})
 _INDEXING = frozenset({_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default})
-# What the CPU has to know before it can go on.
+# Operations for whose result the CPU waits, by their names in the report.
 _SYNCS = {
     _aten._local_scalar_dense.default: "item",
     _aten.nonzero.default: "nonzero",
@@ -37,7 +37,11 @@ _SYNCS = {
 
 @dataclass(slots=True)
 class _Peak:
-    """State of a GPU at its peak."""
+    """State of a GPU at its peak.
+
+    `live` holds bytes by storage; while `is_open`, nothing was freed since the peak, and the
+    observer's own table is valid instead.
+    """
 
     allocated: int = 0
     live: dict[int, int] = field(default_factory=dict)
@@ -49,7 +53,7 @@ class _Peak:
 
 @dataclass(slots=True)
 class _StepCounts:
-    """Counts of one step."""
+    """Transferred bytes and copies (hops) between devices, and synchronizations, of one step."""
 
     phase: str
     transfers: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -77,15 +81,15 @@ class Observer:
         return self.steps[-1].phase if self.steps else ""
 
     def mark(self, kind: str, tensors: Iterable[Any]) -> None:
-        """Assign a kind to the memory of some tensors."""
+        """Assign a memory kind to the storages of tensors; the first kind of a storage stays."""
         for tensor in tensors:
             if isinstance(tensor, VirtualTensor):
                 self._kinds.setdefault(tensor.storage_id, kind)
 
-    # ── what the listener hears ──
+    # ── callbacks of the virtual GPUs ──
 
     def allocated(self, gpu: VirtualGpu, storage_id: int, num_bytes: int) -> None:
-        """Handle a new storage, and store the current line at a new peak."""
+        """Handle a new storage; at a new peak, keep the current place, module and phase."""
         live = self._live.setdefault(gpu, {})
         live[storage_id] = num_bytes
         allocated = gpu.allocator.allocated_bytes
@@ -97,7 +101,7 @@ class Observer:
             peak.module = self.names.module_of(frame)
 
     def freed(self, gpu: VirtualGpu, storage_id: int) -> None:
-        """Handle a freed storage; the first one after a peak fixes its state."""
+        """Handle a freed storage; the first one after a peak saves the storages of the peak."""
         live = self._live.get(gpu, {})
         peak = self._peaks.get(gpu)
         if peak is not None and peak.is_open:
@@ -107,41 +111,43 @@ class Observer:
     def operation(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Handle an ATen operation."""
+        """Handle an ATen operation: count copies between devices and synchronizations."""
         if self.phase in ("", BETWEEN):
             return
         if func in _COPIES:
-            self._copied(func, args, result)
+            self._record_copy(func, args, result)
         elif func in _SYNCS:
-            self._waited(_SYNCS[func])
+            self._record_sync(_SYNCS[func])
         elif func in _INDEXING and any(
             isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
             for index in args[1]
         ):
-            self._waited("index with a mask")
+            self._record_sync("index with a mask")
 
-    def _copied(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+    def _record_copy(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Count a copy between two devices; a copy to the CPU synchronizes too."""
         target, source = (args[0], args[1]) if len(args) > 1 else (result, args[0])
         if not isinstance(source, torch.Tensor) or target.device == source.device:
             return
         if source.numel() == 0 or (source.dim() == 0 and source.device.type == "cpu"):
-            return  # nothing, or a number among a kernel's arguments
+            return  # no bytes, or a CPU scalar that becomes a kernel argument
         link = (self.names.device(source.device), self.names.device(target.device))
         step = self.steps[-1]
         step.hops[link] += 1
         step.transfers[link] += source.numel() * source.element_size()
         if target.device.type == "cpu":
-            self._waited("copy to the CPU")
+            self._record_sync("copy to the CPU")
 
-    def _waited(self, op: str) -> None:
+    def _record_sync(self, op: str) -> None:
+        """Count a synchronization at the current place in model code."""
         frame = model_frame(sys._getframe(1))
         if frame is not None:
             self.steps[-1].syncs[op, spot_of(frame)] += 1
 
-    # ── what it comes to ──
+    # ── results ──
 
     def memory(self, gpu: VirtualGpu, name: str, budget: int | None) -> PeakMemory:
-        """Return the peak of a GPU by kind."""
+        """Return the peak memory of a GPU, by kind; unmarked storages are activations."""
         peak = self._peaks.get(gpu, _Peak())
         live = self._live.get(gpu, {}) if peak.is_open else peak.live
         kinds: Counter[str] = Counter()
@@ -163,14 +169,14 @@ class Observer:
         )
 
     def transfers(self) -> tuple[DeviceTransfer, ...]:
-        """Return the transfers of the most expensive step of each phase."""
-        dearest: dict[tuple[str, str, str], DeviceTransfer] = {}
+        """Return, by phase and pair of devices, the transfers of the step with the most bytes."""
+        largest: dict[tuple[str, str, str], DeviceTransfer] = {}
         num_steps = Counter(step.phase for step in self.steps)
         for step in self.steps:
             for link, num_bytes in step.transfers.items():
                 key = (step.phase, *link)
-                if key not in dearest or dearest[key].num_bytes < num_bytes:
-                    dearest[key] = DeviceTransfer(
+                if key not in largest or largest[key].num_bytes < num_bytes:
+                    largest[key] = DeviceTransfer(
                         phase=step.phase,
                         source=link[0],
                         target=link[1],
@@ -178,10 +184,10 @@ class Observer:
                         num_bytes=num_bytes,
                         steps=num_steps[step.phase],
                     )
-        return tuple(dearest.values())
+        return tuple(largest.values())
 
     def syncs(self) -> tuple[Sync, ...]:
-        """Return the synchronizations of the step with most of them, by phase."""
+        """Return, by phase, operation and place, the most synchronizations in one step."""
         counts: Counter[tuple[str, str, Spot]] = Counter()
         for step in self.steps:
             for (op, spot), count in step.syncs.items():

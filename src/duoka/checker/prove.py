@@ -32,7 +32,10 @@ from .execute import BETWEEN, decode_phases
 
 
 def prove(plan: Plan, model: PreTrainedModel) -> tuple[PeakBytes, ...]:
-    """Run a plan on virtual GPUs with its budgets; the model is unchanged."""
+    """Run a copy of a model as planned, on virtual GPUs with the plan's budgets; return peaks.
+
+    Raises ProofError if the run fails, or exceeds a budget.
+    """
     if plan.workload.training is not None:
         return virtual.with_values(
             lambda data: virtual.apart(_prove_training, plan, model, data),
@@ -50,7 +53,7 @@ def prove(plan: Plan, model: PreTrainedModel) -> tuple[PeakBytes, ...]:
 
 
 def _prove_training(plan: Plan, model: PreTrainedModel, data: str) -> tuple[PeakBytes, ...]:
-    """Run training steps, one run per stage if stages hold different micro-batches."""
+    """Run training steps, once for each number of micro-batches that a stage holds in flight."""
     workload, names = plan.workload, plan.devices
     assert workload.training is not None, "the plan is for training"
     model = copy.deepcopy(model)
@@ -75,7 +78,7 @@ def _measure(
     *,
     data: str = "meta",
 ) -> tuple[PeakBytes, ...]:
-    """Run a model on its placement and return the measurements of budgeted devices."""
+    """Run a model on its placement; return the peaks of the `limited` devices, with budgets."""
     names = plan.devices
     virtual_name = {name: str(virtual.virtual_device(index)) for index, name in enumerate(names)}
     budgets = {name: plan.fleet.device(name).budget_bytes for name in limited}
@@ -119,7 +122,7 @@ def _measure(
 
 
 def _run(model: PreTrainedModel, workload: Workload, prompts: ImagePrompts | None) -> None:
-    """Run prefill and decode steps; with a paged cache the largest steps."""
+    """Run prefill and decode steps; with a paged cache the largest steps of the engine."""
     device = virtual.virtual_device(0)
     if workload.is_paged:
         PagedModel(model, Capacity.of(workload), device).warm_up("largest")
@@ -133,6 +136,6 @@ def _run(model: PreTrainedModel, workload: Workload, prompts: ImagePrompts | Non
 
 def _rename_devices(message: str, names: tuple[str, ...]) -> str:
     """Return a message with the plan's devices instead of the virtual ones."""
-    # In one pass: the plan's devices may be virtual ones too, numbered in another order.
+    # In one pass: the plan's own devices may be virtual GPUs with other numbers.
     message = virtual.spoken(message)
     return re.sub(r"(vgpu:|\bGPU )(\d+)", lambda match: names[int(match[2])], message)

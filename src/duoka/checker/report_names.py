@@ -16,9 +16,9 @@ from .source_map import locals_of, place_of, spot_of
 
 
 class ReportNames:
-    """Names of devices, modules (by identity) and tensors.
+    """Names of devices, of modules by identity, and of tensors.
 
-    The placement refers to `num_gpus` GPUs.
+    `num_gpus` is the number of GPUs up to the last one that the placement names.
     """
 
     def __init__(
@@ -37,24 +37,24 @@ class ReportNames:
         self._tensors = tensors
 
     def device(self, device: torch.device) -> str:
-        """Return the name of a device in the placement."""
+        """Return the placement's name of a device; torch's name if it has none there."""
         return self._devices.get(device, str(device))
 
     def renamed(self, message: str) -> str:
-        """Return a message of a virtual GPU with the placement's devices."""
+        """Return an error message with the placement's names instead of virtual devices."""
         for device, name in self._devices.items():
             message = message.replace(str(device), f"\0{name}\0")
         return message.replace("\0", "").replace("wrapper_vgpu_", "wrapper_CUDA_")
 
     def tensor(self, tensor: torch.Tensor) -> Origin | None:
-        """Return the name of a parameter, buffer or attribute."""
+        """Return the origin of a parameter, buffer or attribute of a module; None for others."""
         entry = self._tensors.get(id(tensor))
         if entry is None or entry[2] is not tensor:
             return None
         return Origin(kind=entry[0], name=entry[1])
 
     def module_of(self, frame: FrameType | None) -> str:
-        """Return the innermost running module."""
+        """Return the name of the innermost running module; "" if none runs."""
         while frame is not None:
             name = self._module(frame)
             if name is not None:
@@ -63,12 +63,12 @@ class ReportNames:
         return ""
 
     def path(self, frame: FrameType | None) -> Iterator[CallSite]:
-        """Return the calls in model code from the model to a frame."""
+        """Yield the calls in model code that lead from the model to a frame."""
         frames = []
         while frame is not None:
             frames.append(frame)
             frame = frame.f_back
-        tops = [at for at, outer in enumerate(frames) if self._module(outer) is not None]
+        tops = [index for index, outer in enumerate(frames) if self._module(outer) is not None]
         module = ""
         for caller in reversed(frames[: max(tops, default=0) + 1]):
             running = self._module(caller)
@@ -77,6 +77,7 @@ class ReportNames:
                 yield CallSite(place=place_of(spot_of(caller)), module=module)
 
     def _module(self, frame: FrameType) -> str | None:
+        """Return the module whose method a frame runs; None for other functions."""
         if not frame.f_code.co_varnames or frame.f_code.co_argcount == 0:
             return None
         owner = locals_of(frame).get(frame.f_code.co_varnames[0])
@@ -91,7 +92,7 @@ def _passes_on(frame: FrameType) -> bool:
 
 
 def at_hand(frame: FrameType | None, device: torch.device) -> Iterator[str]:
-    """Return local names, and parameters of local modules, that hold a tensor on a device."""
+    """Yield local names, and parameters of local modules, that hold a tensor on a device."""
     if frame is None:
         return
     names = locals_of(frame)

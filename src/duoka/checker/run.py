@@ -66,10 +66,10 @@ def _run(subject: Subject) -> CheckReport:
 
 
 def _cheapest(subject: Subject, data: str) -> CheckReport:
-    """Run a subject with each mixed operation on the device with the fewest copied bytes in total.
+    """Run a subject, with mixed operations on the devices that cost the fewest copied bytes.
 
-    The cost of a choice depends on later operations: spliced embeddings are moved again to the
-    first layer. So alternative devices are tried one place after another, and measured.
+    The cost of a choice depends on later operations, so other devices are tried by further runs,
+    one place after another. A run with fewer copied bytes is kept if its result is no worse.
     """
     run = CheckRun(subject, data)
     report = run.report()
@@ -90,6 +90,7 @@ def _costs(report: CheckReport) -> tuple[int, int]:
 
 
 def _refuse_scripted(subject: Subject) -> None:
+    """Raise ModelError if the model contains TorchScript."""
     scripted = [
         name
         for name, module in subject.model.named_modules()
@@ -104,7 +105,7 @@ def _refuse_scripted(subject: Subject) -> None:
 
 
 def _further(report: CheckReport, real: CheckReport, is_small: bool) -> CheckReport:
-    """Return the report of the longer run: of a stopped run, or with other values."""
+    """Return `report`, of a run that stopped, or `real`, of a run with values, if longer."""
     assert report.stop is not None
     needs_values = report.stop.message.startswith(virtual.UnknownValueError.__name__)
     if real.stop is not None and not needs_values and len(real.faults) <= len(report.faults):
@@ -127,19 +128,19 @@ def preserve_random_state() -> Iterator[None]:
 
 
 class _FirstFound(BaseException):
-    """Signal that the first placed module was entered; not an Exception."""
+    """Signal of the first entry into a placed module; model code can't catch it as Exception."""
 
 
 class CheckRun(StepListener):
-    """One run; `data` is the source of numbers: "meta", "even" or "cpu"."""
+    """One run. `data` as in `virtual`: "meta" (no numbers), "even" (balanced routing) or "cpu"."""
 
     def __init__(self, subject: Subject, data: str) -> None:
         self.subject = subject
         self.data = data
         self._prefix = "vgpu" if any(d.startswith("vgpu") for d in subject.devices) else "cuda"
-        numbers = [_number(name) for name in subject.devices if name != "cpu"]
+        numbers = [_gpu_index(name) for name in subject.devices if name != "cpu"]
         self._num_placed = max(numbers, default=0) + 1
-        # Code may name one that the placement leaves out.
+        # Model code may name a GPU that the placement does not use.
         self._num_gpus = max(self._num_placed, _MOST_GPUS)
         self._capacities = [
             subject.budgets.get(f"{self._prefix}:{index}") for index in range(self._num_gpus)
@@ -148,7 +149,7 @@ class CheckRun(StepListener):
 
     def report(self) -> CheckReport:
         """Run and return the report."""
-        first_device = self._find_first()
+        first_device = self._find_first_device()
         model = self.subject.model
         with (
             restore_globals(model),
@@ -161,16 +162,17 @@ class CheckRun(StepListener):
             names = self._names()
             self.observer = Observer(names)
             with virtual.observe(self.observer), self._on_devices():
-                # Now, since buffers are other objects than before.
+                # After the move, which replaces buffers by new objects.
                 names.learn(named_tensors(model))
                 for tensor in (*model.parameters(), *model.buffers()):
                     self.observer.mark("weights", parts(tensor).values())
                 self.interceptor = FunctionInterceptor(names, self.subject.elsewhere)
                 stop = self._run(first_device)
                 memory = tuple(self._memory(world))
-        return self._assembled(stop, memory)
+        return self._build_report(stop, memory)
 
-    def _assembled(self, stop: Stop | None, memory: tuple[PeakMemory, ...]) -> CheckReport:
+    def _build_report(self, stop: Stop | None, memory: tuple[PeakMemory, ...]) -> CheckReport:
+        """Build the report; follow-ups are part of the faults that cause them."""
         findings = self.interceptor.findings.values()
         return CheckReport(
             model=self.subject.name,
@@ -193,16 +195,18 @@ class CheckRun(StepListener):
         return ReportNames(names, module_names(self.subject.model), self._num_placed)
 
     def _device(self, name: str) -> torch.device:
-        return torch.device("cpu") if name == "cpu" else virtual.virtual_device(_number(name))
+        return torch.device("cpu") if name == "cpu" else virtual.virtual_device(_gpu_index(name))
 
     @contextmanager
     def _on_devices(self) -> Iterator[None]:
+        """Keep the model on its virtual devices inside the scope."""
         devices, modules = self._tensor_devices(), self._placed_modules()
         model, offloaded = self.subject.model, self.subject.offloaded
         with on_virtual_gpus(model, devices, modules, offloaded) as self._snapshot:
             yield
 
     def _placed_modules(self) -> dict[nn.Module, torch.device]:
+        """Return the modules at which arguments are moved, with their virtual devices."""
         model, entries = self.subject.model, self.subject.entries
         if self.subject.is_dispatched:
             virtual_entries = tuple((name, str(self._device(device))) for name, device in entries)
@@ -215,8 +219,8 @@ class CheckRun(StepListener):
         names = tensor_devices(self.subject.model, self.subject.entries)
         return {name: self._device(device) for name, device in names.items()}
 
-    def _find_first(self) -> torch.device:
-        """Return the device of the first module that runs, where inputs start."""
+    def _find_first_device(self) -> torch.device:
+        """Return the device of the first placed module that runs: inputs start there."""
         entered: list[torch.device] = []
         subject = self.subject
         first_device = self._device(subject.devices[0]) if subject.devices else torch.device("cpu")
@@ -230,14 +234,15 @@ class CheckRun(StepListener):
             modules = self._placed_modules()
             modules.pop(subject.model, None)
             watch_entries(modules, enter, [])
-            # Whatever goes wrong before is told by the run that counts.
+            # An error before the first entry is reported by the actual run.
             with suppress(_FirstFound, Exception), FunctionInterceptor(self._names()).watching():
                 run(subject, first_device, StepListener())
         return entered[0] if entered else first_device
 
     def _run(self, first_device: torch.device) -> Stop | None:
+        """Run the subject; return the stop if its code raised an error, else None."""
         subject, interceptor = self.subject, self.interceptor
-        # The hooks go with the model's attributes, which are put back.
+        # The hooks are removed when the model's attributes are restored.
         watch_entries(
             self._placed_modules(), partial(setattr, interceptor, "stage"), interceptor.running
         )
@@ -250,7 +255,7 @@ class CheckRun(StepListener):
             return self._stop(error)
         return None
 
-    # ── what a run says of its steps ──
+    # ── callbacks of `execute.run` ──
 
     def begin(self, phase: str) -> None:
         """Handle the start of a step."""
@@ -262,24 +267,26 @@ class CheckRun(StepListener):
         """Handle the end of the run."""
 
     def note(self, text: str) -> None:
-        """Handle a note on a difference from the users' run."""
+        """Handle a note for the report."""
         self._noted.append(text)
 
     def mark(self, kind: str, tensors: Any) -> None:
-        """Handle tensors of a kind."""
+        """Handle tensors of a memory kind."""
         self.observer.mark(kind, tensors)
 
-    # ── what it comes to ──
+    # ── results ──
 
     def _memory(self, world: virtual.World) -> Iterator[PeakMemory]:
+        """Yield the peak memory of each GPU of the placement."""
         gradients = [parameter.grad for parameter in self.subject.model.parameters()]
-        self.observer.mark("gradients", gradients)  # those that are there
+        self.observer.mark("gradients", gradients)  # None where a parameter has none
         for name in self.subject.devices:
             if name != "cpu":
-                gpu = world.gpu(_number(name))
+                gpu = world.gpu(_gpu_index(name))
                 yield self.observer.memory(gpu, name, self.subject.budgets.get(name))
 
     def _stop(self, error: Exception) -> Stop:
+        """Describe the error that ended the run, and release the tensors in its frames."""
         spot = raised_in(error)
         stop = Stop(
             message=self.interceptor.names.renamed(f"{type(error).__name__}: {error}"),
@@ -287,7 +294,7 @@ class CheckRun(StepListener):
             phase=self.observer.phase,
             hint=getattr(error, "hint", None) or "",
         )
-        # What the frames of the error hold would keep the run's graphs alive.
+        # The local variables of the error's frames would keep the run's graphs alive.
         cause: BaseException | None = error
         while cause is not None:
             traceback.clear_frames(cause.__traceback__)
@@ -295,6 +302,7 @@ class CheckRun(StepListener):
         return stop
 
     def _notes(self) -> Iterator[str]:
+        """Yield the notes for the report, of the subject and of the run."""
         if self._snapshot.num_replaced:
             yield (
                 "an autograd graph kept alive by the model's code holds parameters: "
@@ -312,5 +320,6 @@ class CheckRun(StepListener):
             yield f"compiled code ran eagerly: {', '.join(names)}"
 
 
-def _number(name: str) -> int:
+def _gpu_index(name: str) -> int:
+    """Return the index in a GPU's name: 1 for "cuda:1"."""
     return int(name.rpartition(":")[2] or 0)

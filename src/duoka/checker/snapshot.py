@@ -1,10 +1,10 @@
-"""A model, for a while on virtual GPUs: the same objects, and afterwards as it was.
+"""Move a model to virtual GPUs in place, and restore it afterwards.
 
-Copying a model would tear it from what its own code refers to: a closure over the module, a hook
-that is another module's method. So the model itself is run. Its parameters stay the very objects
-that they are, and take the contents of virtual ones for the time of a check. What the code keeps
-elsewhere is put back where it came to hold a virtual tensor, which means nothing after a check:
-attributes and containers at any depth, globals, class attributes; caches of functions are emptied.
+A copy of a model would lose the references of its own code: a closure over a module, a hook that is
+another module's method. So the model itself is run. Its parameters stay the same objects, and have
+the contents of virtual parameters during a check. Any other state of the code in which the check
+has left a virtual tensor is restored: attributes and containers, globals, class attributes. Caches
+of functions are cleared.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from duoka.virtual import VirtualTensor
 _LruCache = type(cache(len))
 
 _MOST_DEPTH = 6
-"""How far down containers are followed."""
+"""Maximum depth to which nested containers are followed."""
 _DEPTH_IN_LIBRARIES = 1
-"""As far in a library's: its registries are deep, and hold no tensors of a model's."""
+"""The same for library code, whose registries are deep and hold no tensors of a model."""
 _MOST_ITEMS = 10_000
 _CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
-"""Those that are copied and filled again; others may do more than hold."""
+"""Containers that are copied and restored; other classes may have side effects."""
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch.dtype)
 _NO_HOLDERS = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module, Enum)
 
@@ -53,7 +53,7 @@ def on_virtual_gpus(
     device_by_module: Mapping[nn.Module, torch.device],
     offloaded: Sequence[str] = (),
 ) -> Iterator[ModelSnapshot]:
-    """Put a model on virtual GPUs inside the scope."""
+    """Move a model to virtual GPUs inside the scope, with movers and streamed offloaded weights."""
     snapshot = ModelSnapshot(model)
     hosts = on_host(model, devices, offloaded)
     try:
@@ -71,11 +71,11 @@ def on_virtual_gpus(
 
 
 class ModelSnapshot:
-    """Contents of a model's parameters, and attributes of all its modules."""
+    """Saved tensors and attributes of a model, to restore after a run."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tensors = dict(tensor_names(model))
-        # What modules hold themselves is put back in any case, with hooks that were added.
+        # Attributes of modules are restored in any case, which removes hooks that were added.
         tables = [vars(module) for module in model.modules()]
         attributes = [value for table in tables for value in table.values()]
         self._attributes = [
@@ -108,6 +108,7 @@ class ModelSnapshot:
                 table[key] = moved_by_id[id(tensor)]
 
     def _move_tensor(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """Return the tensor on a device: for a parameter the same object, if possible."""
         with torch.no_grad():
             data = _data_on(tensor, device)
         if not isinstance(tensor, nn.Parameter):
@@ -115,8 +116,8 @@ class ModelSnapshot:
         parameter = nn.Parameter(data, requires_grad=tensor.requires_grad)
         if type(tensor) is not nn.Parameter:
             return parameter
-        # The model's own object takes the contents: closures and ties refer to it. That fails
-        # where somebody holds a weak reference to it or a graph that it is a leaf of.
+        # The model's own parameter object takes the virtual contents, since closures and ties refer
+        # to it. That fails if a weak reference or an autograd graph refers to the parameter.
         try:
             torch.utils.swap_tensors(tensor, parameter)
         except RuntimeError:
@@ -125,7 +126,7 @@ class ModelSnapshot:
         return tensor
 
     def restore(self) -> None:
-        """Restore the model."""
+        """Restore the parameters' contents, and attributes and containers of the modules."""
         self._containers.restore()
         for container, content in self._attributes:
             _refill(container, content)
@@ -133,15 +134,16 @@ class ModelSnapshot:
             tensor.grad = None
         self._swap_back()
         if self._swapped:
-            gc.collect()  # what the run left behind refers to a parameter
+            gc.collect()  # garbage of the run still refers to a parameter
             self._swap_back()
         for tensor, parameter in self._swapped:
-            # A graph of the run's lives on: the contents are safe in another object.
+            # A graph of the run still refers to `tensor`; `parameter` has the original contents.
             for table, key, original in self._slots:
                 if original is tensor:
                     table[key] = parameter
 
     def _swap_back(self) -> None:
+        """Swap original contents back; keep the pairs still referred to by a graph."""
         remaining = []
         for pair in self._swapped:
             try:
@@ -152,11 +154,12 @@ class ModelSnapshot:
 
     @property
     def num_replaced(self) -> int:
-        """Return the number of parameters that were replaced by other objects."""
+        """Return the number of parameters that `restore` had to replace by new objects."""
         return len(self._swapped)
 
 
 def _data_on(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the contents of a tensor on a device; filled if the tensor is on meta."""
     if is_composed(tensor) and tensor.is_meta:
         empty = empty_weight(tensor, device)
         for part in parts(empty).values():
@@ -165,14 +168,14 @@ def _data_on(tensor: Tensor, device: torch.device) -> Tensor:
     if is_composed(tensor):
         return move_weight(tensor.detach(), device)
     if not tensor.is_meta:
-        # Of a subclass the contents are taken: what it does by itself isn't for this.
+        # Of a subclass only the plain contents are moved, without its own behavior.
         with torch._C.DisableTorchFunctionSubclass():
             return tensor.detach().as_subclass(torch.Tensor).to(device)
     return _fill(torch.empty_like(tensor, device=device))
 
 
 def _fill(data: Tensor) -> Tensor:
-    """Fill uninitialized tensors, whose NaN would spread, if numbers are computed."""
+    """Fill an uninitialized tensor if numbers are computed, since a NaN in it would spread."""
     if isinstance(data, VirtualTensor) and data.gpu.meta:
         return data
     return fill(data)
@@ -181,10 +184,9 @@ def _fill(data: Tensor) -> Tensor:
 # ── containers ──
 
 
-# A copy of each container that can be reached is kept, not of what it holds. Afterwards only those
-# that hold a virtual tensor are filled again: what else the model's code has put into them is its
-# own business. A plain object counts as the dict of its attributes; a tuple can't be filled again,
-# so that the container around it is.
+# A shallow copy of each reachable container is kept. Afterwards only containers that hold a virtual
+# tensor are restored; other changes by the model's code stay. A plain object counts as the dict of
+# its attributes. A tuple can't be restored in place, so the container around it is restored.
 class ContainerSnapshot:
     """Containers reachable from some values, with their contents."""
 
@@ -216,7 +218,7 @@ def _refill(container: Any, content: Any) -> None:
 
 
 def _container(value: Any) -> Any:
-    """Return the restorable container: the value, or the attributes of a plain object."""
+    """Return the container to restore: the value, or a plain object's attributes; else None."""
     if type(value) in _CONTAINERS:
         return value
     if isinstance(value, (*_NO_HOLDERS, dict, list, set)):
@@ -225,6 +227,7 @@ def _container(value: Any) -> Any:
 
 
 def _items(value: Any) -> list[Any]:
+    """Return the values of a dict, or the items of a list, tuple or set; empty for others."""
     if isinstance(value, dict):
         return list(dict.values(value))
     return list(value) if isinstance(value, (list, tuple, set, frozenset)) else []
@@ -238,7 +241,7 @@ def _is_virtual(value: Any) -> bool:
 
 
 def _reachable(value: Any, depth: int, visited: set[int]) -> Iterator[Any]:
-    """Yield a value and its contents to a limited depth, except modules."""
+    """Yield a value and its nested contents down to a depth, without those of modules."""
     yield value
     if isinstance(value, _PLAIN) or depth <= 0 or id(value) in visited:
         return
@@ -275,15 +278,16 @@ def restore_globals(model: nn.Module) -> Iterator[None]:
         containers.restore()
         for namespace, depth, attributes in saved:
             for name, value in list(vars(namespace).items()):
-                function = getattr(value, "__func__", value)  # of a static method
+                function = getattr(value, "__func__", value)  # a static method's function
                 if isinstance(function, _LruCache):
                     function.cache_clear()
-                # Only what holds a virtual tensor: other changes are the code's own.
+                # Other changes than virtual tensors are made by the code on purpose.
                 if any(map(_is_virtual, _reachable(value, depth, set()))):
                     _restore_name(namespace, name, value, attributes)
 
 
 def _restore_name(namespace: Any, name: str, value: Any, saved: dict[str, Any]) -> None:
+    """Restore a global or class attribute to its saved value, or delete a new attribute."""
     if name not in saved:
         delattr(namespace, name)
     elif saved[name] is not value:
@@ -291,6 +295,7 @@ def _restore_name(namespace: Any, name: str, value: Any, saved: dict[str, Any]) 
 
 
 def _depth(namespace: Any) -> int:
+    """Return the depth to which containers of a module or class are followed."""
     module = sys.modules.get(getattr(namespace, "__module__", namespace.__name__))
     is_library = is_installed(getattr(module, "__file__", None))
     return _DEPTH_IN_LIBRARIES if is_library else _MOST_DEPTH
@@ -304,12 +309,12 @@ def _own_classes(model: nn.Module) -> list[type]:
 
 
 def _own_modules(classes: list[type]) -> list[ModuleType]:
-    """Return the modules of some classes, and those outside of packages that they import from."""
+    """Return the modules of classes, and the modules outside of packages they import from."""
     names = {cls.__module__ for cls in classes}
     modules = {name: sys.modules[name] for name in names if name in sys.modules}
     for module in list(modules.values()):
         for value in list(vars(module).values()):
-            # Of other objects no attribute is asked for, which may run code.
+            # Attributes of other objects are not read, since that may run code.
             is_defined = isinstance(value, (FunctionType, type))
             home = sys.modules.get(value.__module__) if is_defined else value
             if isinstance(home, ModuleType) and not is_installed(vars(home).get("__file__")):

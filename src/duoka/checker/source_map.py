@@ -25,14 +25,14 @@ _TORCH_MODULES = torch_folder() + "nn/modules/"
 _RUNNER = str(Path(__file__).parent / "execute.py")
 
 Position = tuple[int, int, int, int]
-"""First and last line from 1, first and last column in bytes of UTF-8 from 0."""
+"""First and last line, from 1, then start and end column in UTF-8 bytes, from 0."""
 
 SPOT = "_duoka_spot"
-"""The attribute of a tensor that says where in model code it was made."""
+"""Tensor attribute: the place in model code that created the tensor."""
 
 
 def model_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame of model code, from `frame` outwards."""
+    """Return the innermost frame of model code, from `frame` outwards; None if there is none."""
     while frame is not None and not is_model_code(frame.f_code):
         if frame.f_code.co_filename == _RUNNER:
             return None
@@ -41,7 +41,7 @@ def model_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def library_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame of PyTorch's modules without model code in between."""
+    """Return the innermost frame of `torch.nn.modules`; None if there is none."""
     while frame is not None and not frame.f_code.co_filename.startswith(_TORCH_MODULES):
         if frame.f_code.co_filename == _RUNNER:
             return None
@@ -50,7 +50,7 @@ def library_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def locals_of(frame: FrameType) -> dict[str, Any]:
-    """Return the local variables of a frame."""
+    """Return a copy of the local variables of a frame, without keeping them alive in the frame."""
     live_names = frame.f_locals
     if type(live_names) is not dict or not frame.f_code.co_flags & CO_OPTIMIZED:
         return dict(live_names)
@@ -61,13 +61,13 @@ def locals_of(frame: FrameType) -> dict[str, Any]:
 
 
 def spot_of(frame: FrameType) -> Spot:
-    """Return the code position of a frame."""
+    """Return the code of a frame and the offset of its current instruction."""
     return frame.f_code, frame.f_lasti
 
 
 @cache
 def place_of(spot: Spot) -> Place:
-    """Return the expression of the current instruction."""
+    """Return the source place of an instruction's expression."""
     code, offset = spot
     source = source_of(code.co_filename)
     position = source.tested(code, offset) or code_position(code, offset)
@@ -79,7 +79,7 @@ def place_of(spot: Spot) -> Place:
 # is its span: lines 12 to 12, columns 8 to 22. `SourceFile.nodes` has the node `x + self.scale`
 # under the same key, since the compiler takes spans from the same syntax tree.
 def code_position(code: CodeType, offset: int) -> Position:
-    """Return the position of the current instruction's expression."""
+    """Return the position of an instruction's expression; its function's first line if unknown."""
     positions = islice(code.co_positions(), offset // 2, None)
     line, end_line, column, end_column = next(positions, (None, None, None, None))
     line = line or code.co_firstlineno
@@ -87,7 +87,7 @@ def code_position(code: CodeType, offset: int) -> Position:
 
 
 def parse_quietly(text: str) -> ast.Module:
-    """Parse a text without Python's warnings."""
+    """Parse a source text, with Python's warnings suppressed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.parse(text.removeprefix("\ufeff"))
@@ -110,16 +110,17 @@ class SourceFile:
         """Expressions and statements by position."""
         return self._tree[1]
 
-    # Of most files only lines are asked for.
+    # Lazy: of most files only the lines are needed.
     @cached_property
     def _tree(self) -> tuple[dict[ast.AST, ast.AST], dict[Position, ast.AST]]:
+        """`parents` and `nodes` of the file; empty if the file does not parse."""
         parents: dict[ast.AST, ast.AST] = {}
         nodes: dict[Position, ast.AST] = {}
         try:
             tree = parse_quietly("".join(self.lines))
         except (SyntaxError, ValueError):
-            return {}, {}  # made at run time, or changed since: then only the line is known
-        # `ast.walk` goes level by level: of two nodes with one span the outer one is kept.
+            return {}, {}  # generated code, or a changed file: only the lines are known
+        # `ast.walk` goes level by level: of two nodes with the same span the outer one is kept.
         for node in ast.walk(tree):
             parents |= dict.fromkeys(ast.iter_child_nodes(node), node)
             # A statement that is a mere expression has the expression's span.
@@ -128,7 +129,7 @@ class SourceFile:
         return parents, nodes
 
     def tested(self, code: CodeType, offset: int) -> Position | None:
-        """Return the whole condition if a jump has the span of its first part."""
+        """Return the position of the whole condition if a jump tests a part of it; else None."""
         # `if a > b and c:` jumps after each part with the span of that part. A fault in a jump is
         # one of `bool(...)`, and belongs to all that is tested.
         if "JUMP" not in opname[code.co_code[offset]]:
@@ -139,7 +140,7 @@ class SourceFile:
         return node_position(node) if isinstance(node, ast.BoolOp) else None
 
     def function(self, code: CodeType) -> ast.FunctionDef | None:
-        """Return the definition of a function; its code starts at the first decorator."""
+        """Return the definition of a function, found by its first line; None if there is none."""
         for node in self.nodes.values():
             if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
                 decorator_lines = [decorator.lineno for decorator in node.decorator_list]
@@ -164,7 +165,7 @@ class SourceFile:
         return len(self.lines[line - 1].encode()[:column].decode(errors="replace"))
 
     def text(self, line: int, column: int, end_line: int, end_column: int) -> str:
-        """Return the text between two positions on one line."""
+        """Return the text between two positions as one line; for an empty span the whole line."""
         lines = [*self.lines[line - 1 : end_line]]
         if not lines or (line, column) == (end_line, end_column):
             return lines[0].strip() if lines else ""
@@ -195,7 +196,7 @@ def source_of(file: str) -> SourceFile:
 
 @lru_cache(maxsize=16)
 def _unedited(file: str, lines: tuple[str, ...]) -> SourceFile:
-    """Return the cached source of an unmodified file."""
+    """Return the source of a file with these lines, cached: an unmodified file is parsed once."""
     return SourceFile(file, lines)
 
 
@@ -207,7 +208,7 @@ def is_written_back(spot: Spot) -> bool:
     return isinstance(outer, ast.AugAssign) and outer.target is node
 
 
-# A device that the call takes from a tensor follows any placement; a named one does not:
+# A device that the call takes from a tensor follows any placement; a device it names does not:
 #
 #   x.cuda(), x.to("cuda:0"), zeros(3, device="cuda")    named
 #   x.to(y.device), x.cuda(y.get_device())               from a tensor
@@ -230,6 +231,7 @@ def is_named(spot: Spot, device: object) -> bool:
 
 
 def _asks_for_device(node: ast.AST) -> bool:
+    """Return True if an expression reads a tensor's device, or a device's index."""
     return any(
         isinstance(part, ast.Attribute)
         and part.attr in ("device", "get_device", "index")
@@ -239,7 +241,7 @@ def _asks_for_device(node: ast.AST) -> bool:
 
 
 def returned_expression(code: CodeType, index: int) -> Place:
-    """Return the returned expression at a position, from the function's first `return`."""
+    """Return the place of a returned value: item `index` of the function's first `return`."""
     source = source_of(code.co_filename)
     function = source.function(code)
     nodes = ast.walk(function) if function is not None else ()
@@ -252,12 +254,12 @@ def returned_expression(code: CodeType, index: int) -> Place:
 
 
 def forget_sources() -> None:
-    """Clear the cache of files."""
+    """Clear the caches of files and places, before a check of maybe changed files."""
     linecache.checkcache()
     source_of.cache_clear()
     place_of.cache_clear()
 
 
 def node_position(node: ast.AST) -> Position:
-    """Return the position of a node."""
+    """Return the position of a syntax node."""
     return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset  # type: ignore[attr-defined]

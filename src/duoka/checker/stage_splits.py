@@ -17,7 +17,9 @@ Split = dict[str, int]
 
 
 def iter_splits(model: nn.Module, num_stages: int) -> list[Split]:
-    """Yield splits of a model into stages: by bytes, and by number of parts.
+    """Return splits of a model into stages: by bytes, and by number of parts if that differs.
+
+    Empty if the model has fewer parts than stages.
 
     Parts are the model's children in registration order; lists, dicts and `nn.Sequential` count as
     their elements. While the largest part exceeds its share of bytes, its children replace it,
@@ -28,14 +30,14 @@ def iter_splits(model: nn.Module, num_stages: int) -> list[Split]:
         return []
     sizes = [part.num_bytes for part in parts]
     by_bytes, by_number = (
-        _split_parts(model, parts, _cut(weights, num_stages))
+        _split_parts(model, parts, _assign(weights, num_stages))
         for weights in (sizes, [1] * len(parts))
     )
     return [by_bytes] if by_bytes == by_number else [by_bytes, by_number]
 
 
 class _Part:
-    """A module of one stage, or a tensor outside of all such modules."""
+    """A module kept in a single stage; `is_element` marks an element of a list."""
 
     def __init__(self, name: str, module: nn.Module | None, *, is_element: bool = False) -> None:
         self.name = name
@@ -61,7 +63,8 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def _parts(model: nn.Module, num_stages: int) -> list[_Part]:
-    parts = list(_opened(_Part("", model)))
+    """Return the parts of a model that hold tensors (see `iter_splits`)."""
+    parts = list(_expand(_Part("", model)))
     total = sum(part.num_bytes for part in parts)
     while True:
         large = [
@@ -73,20 +76,21 @@ def _parts(model: nn.Module, num_stages: int) -> list[_Part]:
             return [part for part in parts if part.tensors]
         largest = max(large, key=lambda part: part.num_bytes)
         index = parts.index(largest)
-        parts[index : index + 1] = _opened(largest)
+        parts[index : index + 1] = _expand(largest)
 
 
-def _opened(part: _Part) -> Iterator[_Part]:
+def _expand(part: _Part) -> Iterator[_Part]:
+    """Yield the children of a part, and the elements of children that are containers."""
     for child in part.children():
         assert child.module is not None
         if _is_container(child.module) and not child.is_element and child.children():
-            yield from _opened(child)
+            yield from _expand(child)
         else:
             yield child
 
 
-def _cut(weights: Sequence[int], num_stages: int) -> list[int]:
-    """Return the stage of each part: contiguous, not empty, close to its share."""
+def _assign(weights: Sequence[int], num_stages: int) -> list[int]:
+    """Return the stage of each part: stages are contiguous, not empty, and of similar weight."""
     # Greedy: a part begins the next stage when its middle lies beyond that stage's share of the
     # total, or when as few parts as stages are left. Weights 1 1 1 5 on two stages: the middle of
     # the last part, 3 + 2.5, is the first beyond 4, so that the stages are 0 0 0 1.
@@ -103,13 +107,14 @@ def _cut(weights: Sequence[int], num_stages: int) -> list[int]:
 
 
 def _split_parts(model: nn.Module, parts: Sequence[_Part], stages: Sequence[int]) -> Split:
+    """Return the stage by module name; tied parts share a stage, other tensors are in stage 0."""
     stage_of: dict[int, int] = {}
     split: Split = {}
     for part, stage in zip(parts, stages, strict=True):
         tied = [stage_of[tensor] for tensor in part.tensors if tensor in stage_of]
         split[part.name] = tied[0] if tied else stage
         stage_of |= dict.fromkeys(part.tensors, split[part.name])
-    for name, tensor in tensor_names(model):  # those of modules that were opened
+    for name, tensor in tensor_names(model):  # tensors outside of all parts
         if id(tensor) not in stage_of:
             split[name] = 0
     return split

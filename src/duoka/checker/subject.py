@@ -1,6 +1,6 @@
 """Subject of a check: a model, the devices of its modules, its inputs or workload.
 
-Code of a checkpoint is built from its files; if that fails the location is reported.
+For a checkpoint whose own code fails to build the model, `stop_of` reports the place of the error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from duoka.runtime.dispatch.place_tensors import tensor_names
 from .source_map import place_of
 
 Entries = tuple[tuple[str, str], ...]
-"""Modules or single tensors with their devices, by name and in the order of the map."""
+"""(name, device) of modules or single tensors, in the order of the device map."""
 
 _PACKAGES = ("duoka", "torch", "transformers")
 _NEAREST = 3
@@ -43,7 +43,7 @@ class Subject:
 
     model: nn.Module
     name: str
-    """What the report calls it."""
+    """Name of the model in the report."""
     entries: Entries
     """Modules (or single tensors) and their devices; a longer name overrides a shorter one."""
     budgets: Mapping[str, int] = field(default_factory=dict)
@@ -51,30 +51,30 @@ class Subject:
     generation: GpuGeneration | None = None
     """Generation of the GPUs, where known."""
     completeness: Faults = field(default_factory=Faults)
-    """Errors of the device map from which the entries were made."""
+    """Errors of the device map, before it was completed to the entries."""
     inputs: Mapping[str, Any] | tuple[Any, ...] | Callable[[nn.Module], Any] | None = None
-    """The arguments of one call, or what runs the model: called with it. Without, the model is one
-    that generates, and does the workload."""
+    """Arguments of one call, or a function that is called with the model and runs it. None to run
+    the workload, with a model that generates."""
     workload: Workload = field(default_factory=Workload)
     prompt: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """The arguments of `forward` for the prompt, where it isn't text alone."""
+    """Arguments of `forward` for a prompt with images; empty for a prompt of text alone."""
     train: bool = False
     """Run the loss and backward instead of generating."""
     not_run: tuple[str, ...] = ()
-    """Files with code that came with the checkpoint and isn't the model's."""
+    """Files with model code of the checkpoint that isn't trusted, and so doesn't run."""
     hint: str = ""
     """Hint for the user if the model's code stops with an error of its own."""
     if_too_large: str = ""
     """Note for the report if the model needs more memory than the budgets."""
     is_dispatched: bool = False
-    """Arguments move where `duoka.dispatch` moves them, instead of to the modules that the entries
-    name: a container of entries is entered where its first part is."""
+    """Move arguments at the modules where `duoka.dispatch` installs movers. Otherwise arguments are
+    moved at the modules that the entries name."""
     notes: tuple[str, ...] = ()
-    """What was decided on the way here that the report should say."""
+    """Notes for the report on decisions made before the check."""
     elsewhere: frozenset[Spot] = frozenset()
-    """Places where an operation that mixes devices runs on another than the code around it."""
+    """Places where a mixed operation runs on another device than the module around it."""
     offloaded: tuple[str, ...] = ()
-    """Modules whose weights stay in the host's memory, and come to their devices for a call."""
+    """Modules whose weights stay in host memory, and are copied to their devices for each call."""
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ def device_name(device: object) -> str:
 
 
 def complete_map(model: nn.Module, entries: Entries) -> tuple[Entries, Faults]:
-    """Complete a device map, and return the missing and unknown entries too.
+    """Complete a device map; return its entries, and the faults of the original.
 
     A tensor without an entry gets the device of the previous tensor in registration order.
     """
@@ -154,7 +154,7 @@ def complete_map(model: nn.Module, entries: Entries) -> tuple[Entries, Faults]:
 
 
 def _contradicted(model: nn.Module, devices: Mapping[str, str]) -> Iterator[str]:
-    """Return tied tensors with several devices."""
+    """Yield the names of tied tensors that have different devices by their names."""
     by_tensor: dict[int, dict[str, str | None]] = {}
     for name, tensor in tensor_names(model):
         by_tensor.setdefault(id(tensor), {})[name] = device_of(name, devices)
@@ -164,7 +164,7 @@ def _contradicted(model: nn.Module, devices: Mapping[str, str]) -> Iterator[str]
 
 
 def device_of(name: str, entries: Mapping[str, str]) -> str | None:
-    """Return the device of a module or tensor by the longest matching name."""
+    """Return the device of a module or tensor by its longest prefix; None if no entry matches."""
     entry = longest_prefix(name, entries)
     return None if entry is None else entries[entry]
 
@@ -173,7 +173,7 @@ def tensor_devices(model: nn.Module, entries: Entries) -> dict[str, str]:
     """Return the device of every parameter and buffer, in the order of the map."""
     devices = dict(entries)
     ranks = {entry: rank for rank, entry in enumerate(devices)}
-    # The map is complete: "" is an entry where no other one is.
+    # The map is complete: a tensor without another entry has the entry "", the whole model.
     entry_of = {name: longest_prefix(name, devices) or "" for name, _ in tensor_names(model)}
     return {
         name: devices[entry_of[name]]
@@ -182,25 +182,26 @@ def tensor_devices(model: nn.Module, entries: Entries) -> dict[str, str]:
 
 
 def placed_modules(model: nn.Module, entries: Entries) -> dict[nn.Module, str]:
-    """Return the modules of a map, or the children of a container that is never called."""
+    """Return the modules of a map; for a container that is never called, its called children."""
     devices = dict(entries)
     modules = dict(model.named_modules(remove_duplicate=False))
     device_by_module: dict[nn.Module, str] = {}
     for name, device in devices.items():
         if name in modules:
-            for module in _is_called(modules[name], name, devices):
+            for module in _callables(modules[name], name, devices):
                 device_by_module.setdefault(module, device)
     return device_by_module
 
 
-def _is_called(module: nn.Module, name: str, devices: Mapping[str, str]) -> Iterator[nn.Module]:
+def _callables(module: nn.Module, name: str, devices: Mapping[str, str]) -> Iterator[nn.Module]:
+    """Yield a module if it can be called, else its callable children without an own entry."""
     if is_callable(module):
         yield module
         return
     for child_name, child in module.named_children():
         inner = f"{name}.{child_name}" if name else child_name
         if inner not in devices:
-            yield from _is_called(child, inner, devices)
+            yield from _callables(child, inner, devices)
 
 
 def module_names(model: nn.Module) -> dict[int, str]:
@@ -225,6 +226,7 @@ def named_tensors(model: nn.Module) -> dict[int, tuple[OriginKind, str, torch.Te
 
 
 def _tensors_of(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of an attribute, in a list, tuple or mapping with suffixes like "[0]"."""
     if isinstance(value, torch.Tensor):
         yield "", value
     items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else ()
@@ -233,7 +235,10 @@ def _tensors_of(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def stop_of(checkpoint: Checkpoint, error: ModelError, phase: str) -> Stop | None:
-    """Return the failure location in a checkpoint's code; None if other code failed."""
+    """Describe a failure of a checkpoint's code; None for an error of duoka without a cause.
+
+    The place is None if the cause was not raised in the checkpoint's files.
+    """
     cause = error.__cause__
     if cause is None:
         return None

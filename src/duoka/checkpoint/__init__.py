@@ -1,4 +1,4 @@
-"""Checkpoint: a published model, without its weights. Files are untrusted input.
+"""Checkpoint: a published model, without its weights' values. Files are untrusted input.
 
 - `checkpoint`: configuration, tensors, tokenizer files and code together
 - `config`, `sampling_params`: settings of ``config.json`` and ``generation_config.json``

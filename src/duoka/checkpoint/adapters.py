@@ -22,24 +22,24 @@ _TOWER_LAYERS = {
     *("linear_proj", "gate_proj", "dense_h_to_4h", "dense_4h_to_h"),
 }
 _IN_TOWER = frozenset({"vision", "attention", "linear_proj"})
-# Enclosing modules that only the published names have, or that have another name.
+# Enclosing modules in published names, and their names in duoka's class ("" if they have none).
 _AROUND = {"transformer": "", "encoder": "", "embedding": "", "self_attention": "self_attn."}
 
 
 def native_targets(checkpoint: Checkpoint, targets: Sequence[str]) -> tuple[str, ...]:
-    """Translate LoRA targets into the names of the built class."""
+    """Translate LoRA targets into module names of the class that is built for a checkpoint."""
     if checkpoint.config.get("model_type") != CHATGLM or checkpoint.builds_own_model:
         return tuple(targets)
     return chatglm_targets(targets, has_tower=bool(checkpoint.config.get("vision_config")))
 
 
 def chatglm_targets(targets: Sequence[str], *, has_tower: bool) -> tuple[str, ...]:
-    """Translate a ChatGLM's LoRA targets, published or not, into the names of duoka's class."""
+    """Translate a ChatGLM's LoRA targets, in names of either class, to names of duoka's class."""
     return tuple(dict.fromkeys(name for target in targets for name in _native(target, has_tower)))
 
 
 def _native(target: str, has_tower: bool) -> Iterator[str]:
-    """Yield the names of a target in duoka's class."""
+    """Yield the names of a target in duoka's class: of the language model, the tower, or both."""
     *parents, leaf = target.split(".")
     shared = leaf in _TOWER_LAYERS and leaf in _CHATGLM_LAYERS
     in_tower = leaf in _TOWER_LAYERS if not shared else not _IN_TOWER.isdisjoint(parents)

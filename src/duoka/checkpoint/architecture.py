@@ -1,7 +1,7 @@
-"""Architecture: refusal of configs without a model in duoka or transformers.
+"""Architecture: refuse configs for which neither duoka nor transformers has a model class.
 
-Decided by the config alone, without importing torch, which takes seconds. Models whose code comes
-with their checkpoint are not judged here.
+The config alone decides, without importing torch, which takes seconds. Models with code in their
+checkpoint are not judged here.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ CHATGLM_NAMES = {
     "add_qkv_bias": "attention_bias",
     "seq_length": "max_position_embeddings",
 }
-"""The published names in a config of the ChatGLM family, and transformers' names for the same."""
+"""transformers' names of the settings in a config of the ChatGLM family, by published name."""
 
-# Values of every published checkpoint of these generations; another value is another architecture.
+# Settings with the same value in every published ChatGLM2, ChatGLM3 and GLM-4; any other value
+# means another architecture.
 _FIXED = {
     "add_bias_linear": False,
     "apply_residual_connection_post_layernorm": False,
@@ -47,10 +48,10 @@ _OF_IMAGES = re.compile(r'(vision|image|visual|pixel|patch)[^"]*":')
 
 
 def refuse_unbuildable(config: Mapping[str, Any]) -> None:
-    """Raise ModelError if no model can be built of a config."""
+    """Raise ModelError if no model can be built from a config."""
     model_type = model_type_of(config)
     known = _listed_types()
-    # The importer of transformers may have registered another type.
+    # A program that has imported transformers may have registered further types.
     if known and model_type not in known and "transformers" not in sys.modules:
         raise unknown_type(model_type, known, has_code="auto_map" in config)
     if model_type == CHATGLM:
@@ -58,7 +59,7 @@ def refuse_unbuildable(config: Mapping[str, Any]) -> None:
 
 
 def refuse_images(config: Mapping[str, Any]) -> None:
-    """Raise ModelError if nothing in a config is about images."""
+    """Raise ModelError if a config has no setting for images."""
     if not _OF_IMAGES.search(json.dumps(config)):
         raise ModelError(
             f"the model takes no images: config.json (model_type {config.get('model_type')!r}) "
@@ -68,7 +69,7 @@ def refuse_images(config: Mapping[str, Any]) -> None:
 
 
 def model_type_of(config: Mapping[str, Any]) -> str:
-    """Return a config's model type."""
+    """Return a config's model type; raise ModelError if it is missing or invalid."""
     model_type = config.get("model_type")
     if isinstance(model_type, str) and _MODEL_TYPE.fullmatch(model_type):
         return model_type
@@ -100,7 +101,7 @@ def unknown_type(model_type: str, known: Collection[str], *, has_code: bool) -> 
 
 @cache
 def _listed_types() -> set[str]:
-    """List transformers' model types from the source, without an import; empty on failure."""
+    """Read transformers' model types from its source, without an import; empty if not found."""
     package = find_spec("transformers")
     if package is None or package.origin is None:
         return set()
@@ -111,7 +112,7 @@ def _listed_types() -> set[str]:
 
 
 def refuse_other_chatglm(config: Mapping[str, Any]) -> None:
-    """Raise ModelError for a config of the family's model type for another architecture."""
+    """Raise ModelError for a config of type "chatglm" with an unsupported architecture."""
     if "position_encoding_2d" in config or "inner_hidden_size" in config:
         raise ModelError(
             "this is the first-generation ChatGLM-6B, a different architecture",

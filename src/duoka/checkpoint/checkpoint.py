@@ -1,9 +1,9 @@
 """Checkpoint: config, tensors, tokenizer files and code of a published model.
 
 ``config.json``, ``generation_config.json``, headers of safetensors files and indices of sharded
-checkpoints are read, as untrusted input (`headers`), from a directory or the Hub (`directory`,
-`hub`). A 2023-style ``pytorch_model.bin`` is a pickle and isn't opened: its tensors are known only
-if an index lists them.
+checkpoints are read as untrusted input (`headers`), from a directory or the Hub (`directory`,
+`hub`). A ``pytorch_model.bin`` is a pickle and isn't opened: its tensors are known only if an index
+lists them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _IMAGES_CONFIG, _PROCESSOR_CONFIG = "preprocessor_config.json", "processor_confi
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _MAX_CODE_BYTES = 4 * 2**20
 _MAX_SMALL_BYTES = 256 * 2**20  # the largest published tokenizers have some 40 MB
-# Files that may belong to a tokenizer, besides the configs: everything small that isn't code.
+# Files that may belong to a tokenizer, by their endings; larger ones than above are not downloaded.
 _TOKENIZER = re.compile(
     rf"[^/]+\.(json|model|txt|jinja|tiktoken|vocab)|{CHAT_TEMPLATES}/[^/]+\.jinja"
 )
@@ -43,7 +43,7 @@ _TOKENIZER = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeFile:
-    """A file of the checkpoint's own code; the hashed content is the content to run."""
+    """A file of the checkpoint's own code; the hashed `content` is run, not the file again."""
 
     name: str
     sha256: str
@@ -57,35 +57,35 @@ class Checkpoint:
     Parameters
     ----------
     path : Path
-        The directory, or the config alone. For a model from the Hub the directory in
-        huggingface_hub's cache, perhaps without all of its files yet.
+        The directory, or the config alone. For a model from the Hub, its directory in
+        huggingface_hub's cache, where files may still be missing.
     source : str
-        Argument of `open` for this very checkpoint: the path, or "org/name@commit".
+        Argument of `open` that opens this checkpoint again: the path, or "org/name@commit".
     config : dict
         Content of ``config.json``.
     generation_config : dict or None
         Content of ``generation_config.json``.
     images_config : dict
-        Content of ``preprocessor_config.json``, or of the part for images of
+        Content of ``preprocessor_config.json``, or else of the section "image_processor" of
         ``processor_config.json``; empty if there is neither.
     tensors : mapping of str to TensorInfo, or None
-        By name. None if nothing lists them: a config alone, or one ``.bin`` file.
+        The tensors by name. None if no file lists them: a config alone, or a single ``.bin`` file.
     files : tuple of Path
-        The files with weights, in the order of their names.
+        The files with weights, sorted by name.
     format : {"safetensors", "bin", "none"}
-        Of those files; "none" without any.
+        Format of the files with weights; "none" if there are none.
     fingerprint : str
-        Equal for equal configs, tensors and trusted code, wherever they lie; `differences`
-        compares two. The tensors' values don't count.
+        Hash of config, tensor names, shapes and dtypes, files, and trusted code. It depends neither
+        on the location nor on the tensors' values. `differences` compares two fingerprints.
     trust_remote_code : bool
-        Whether code that comes with the checkpoint may run: that of its model and tokenizer.
+        True if the checkpoint's own code may run: that of its model and tokenizer.
     code : tuple of CodeFile
-        That code; empty if it may not run.
+        The checkpoint's own code; empty if it may not run, or if the model and tokenizer need none.
     untrusted_code : tuple of str
-        The names of its files with models, if it may not run.
+        Names of the files with model code, if the code may not run.
     stamps : mapping of Path to Stamp
-        Stamps of the files with weights on this machine; a reader compares them to detect a
-        change.
+        Stamps (size, time, inode) of the files with weights that are on this machine; a reader
+        compares them to detect a change.
     """
 
     path: Path
@@ -117,8 +117,8 @@ class Checkpoint:
         ----------
         path : path or str
             A directory with ``config.json``; weights and indices are optional. Or a config
-            alone, under any name that ends in ``.json``; files beside it are ignored. Or, if
-            there is no such path, a model on the Hub: "org/name" or "org/name@revision".
+            alone, a file with any name that ends in ``.json``; files beside it are ignored. Or,
+            if the path does not exist, a model on the Hub: "org/name" or "org/name@revision".
         revision : str, optional
             Branch, tag or commit of a model on the Hub; by default "main".
         trust_remote_code : bool
@@ -127,7 +127,7 @@ class Checkpoint:
         Raises
         ------
         CheckpointError
-            If there is no such checkpoint, it is incomplete or damaged, or can't be asked for.
+            If the checkpoint does not exist, is incomplete or damaged, or can't be downloaded.
         """
         root = _local(path)
         if root is not None and revision is not None:
@@ -142,6 +142,7 @@ class Checkpoint:
 
     @classmethod
     def _of_config(cls, path: Path, *, trust_remote_code: bool) -> Checkpoint:
+        """Open a config alone, without tensors, tokenizer and code."""
         config = read_json(path, most_bytes=configs.MAX_CONFIG_BYTES)
         configs.check_config(config, num_tensors=None, source=str(path))
         return cls(
@@ -154,6 +155,7 @@ class Checkpoint:
 
     @classmethod
     def _of(cls, folder: Folder, *, trust_remote_code: bool) -> Checkpoint:
+        """Open the checkpoint in a folder, on this machine or on the Hub."""
         names = folder.names()
         if _CONFIG not in names:
             raise CheckpointError(
@@ -188,18 +190,18 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """Name for people: the directory's name, or "org/name"."""
+        """Short name for messages: the directory's or file's name, or "org/name"."""
         remote = self.source != str(self.path)
         return self.source.partition("@")[0] if remote else self.path.name
 
     @property
     def has_weights(self) -> bool:
-        """True if the checkpoint has weights, here or still on the Hub."""
+        """True if the checkpoint has files with weights, downloaded or not."""
         return self.format != "none"
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Names of the files still to download by `fetch`."""
+        """Names of the files that `fetch` has still to download."""
         return () if self.folder is None else self.folder.missing(self._needed())
 
     def fetch(self, progress: Progress | None = None) -> Checkpoint:
@@ -208,19 +210,19 @@ class Checkpoint:
         Parameters
         ----------
         progress : callable, optional
-            Called with the bytes done so far and the bytes there are.
+            Called with the bytes done so far and the total bytes.
 
         Returns
         -------
         Checkpoint
-            The same checkpoint, with all its files on this machine.
+            The same checkpoint, with all files needed for loading on this machine.
 
         Raises
         ------
         CheckpointError
             If a file can't be downloaded, or is damaged; no partial file is left in its place.
         MachineError
-            If the disk lacks room.
+            If the disk has too little free space.
         """
         if self.folder is None:
             return self
@@ -237,6 +239,7 @@ class Checkpoint:
                 self.folder.fetch(name)
 
     def _needed(self) -> list[str]:
+        """Return the names of the files needed for loading: tokenizer files and weights."""
         assert self.folder is not None
         return [*self._tokenizer_files(), *(file.name for file in self.files)]
 
@@ -247,7 +250,7 @@ class Checkpoint:
 
     @property
     def remote_code(self) -> tuple[tuple[str, str], ...]:
-        """Name and sha256 of each file of trusted code."""
+        """Name and sha256 of each file in `code`."""
         return tuple((file.name, file.sha256) for file in self.code)
 
     @property
@@ -259,7 +262,7 @@ class Checkpoint:
     def tokenizer_class(self) -> str | None:
         """Tokenizer class of the checkpoint's own code, as "file.Class".
 
-        None if the tokenizer is read from its files.
+        None if the tokenizer is built from its files, without code of the checkpoint.
         """
         return None if self.folder is None else _tokenizer_class(self.folder, self.config)
 
@@ -273,9 +276,9 @@ class Checkpoint:
 
     @property
     def default_dtype(self) -> str | None:
-        """Type of the published weights, by torch's name; None if unknown.
+        """The weights' dtype, as torch names it; None if unknown.
 
-        Taken from the config, or else the type of most stored bytes.
+        Taken from the config, or else the floating-point dtype of most stored bytes.
         """
         sizes: Counter[str] = Counter()
         for tensor in (self.tensors or {}).values():
@@ -284,7 +287,7 @@ class Checkpoint:
 
     @property
     def max_context_tokens(self) -> int | None:
-        """Longest context by the config; None if unknown."""
+        """Longest context in tokens, as stated in the config; None if not stated."""
         return configs.max_context_tokens(self.config)
 
 
@@ -292,7 +295,7 @@ class Checkpoint:
 
 
 def _local(path: str | os.PathLike[str]) -> Path | None:
-    """Return the directory or config on this machine; None if there is none."""
+    """Return the local directory or config file; None if the path does not exist."""
     root = Path(path).expanduser()
     try:
         mode = root.stat().st_mode
@@ -314,7 +317,8 @@ def _local(path: str | os.PathLike[str]) -> Path | None:
 
 
 def _remote(text: str, revision: str | None) -> Folder:
-    # Imported here: a local directory doesn't need the network's libraries.
+    """Return the folder of a model on the Hub; raise CheckpointError for a mistyped path."""
+    # Imported here: a local directory doesn't need huggingface_hub.
     from .hub import open_snapshot, parse_name
 
     name, path = parse_name(text, revision), Path(text)
@@ -334,20 +338,21 @@ def _remote(text: str, revision: str | None) -> Folder:
 
 
 def _did_you_mean(path: Path) -> str:
-    """Suggest the directory whose name is nearest to an absent path."""
+    """Suggest the sibling directory nearest in name to a missing path; "" if there is none."""
     names = [item.name for item in path.parent.glob("*") if item.is_dir()]
     near = get_close_matches(path.name, names, n=1)
     return f"did you mean {str(path.with_name(near[0]))!r}?" if near else ""
 
 
 def _read_config(folder: Folder, name: str) -> dict[str, Any] | None:
-    """Read a config of a checkpoint; None if there is none of this name."""
+    """Read a JSON config of a checkpoint; None if the file does not exist."""
     if name not in folder.names():
         return None
     return read_json(folder.fetch(name), most_bytes=configs.MAX_CONFIG_BYTES)
 
 
 def _images_config(folder: Folder) -> dict[str, Any]:
+    """Read `Checkpoint.images_config`."""
     config = _read_config(folder, _IMAGES_CONFIG)
     if config is None:
         config = (_read_config(folder, _PROCESSOR_CONFIG) or {}).get("image_processor")
@@ -355,6 +360,7 @@ def _images_config(folder: Folder) -> dict[str, Any]:
 
 
 def _auto_map(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config's map of transformers' Auto classes to own code; empty without any."""
     auto_map = config.get("auto_map")
     return auto_map if isinstance(auto_map, dict) else {}
 
@@ -366,7 +372,7 @@ def _model_code(config: Mapping[str, Any]) -> set[str]:
 
 
 def _tokenizer_class(folder: Folder, config: Mapping[str, Any]) -> str | None:
-    """Find `Checkpoint.tokenizer_class`; of two named classes the first is plain Python."""
+    """Find `Checkpoint.tokenizer_class`; of a (slow, fast) pair the slow class comes first."""
     names = folder.names()
     if config.get("model_type") == CHATGLM and "tokenizer.model" in names:
         return None
@@ -379,13 +385,13 @@ def _tokenizer_class(folder: Folder, config: Mapping[str, Any]) -> str | None:
 
 
 def _untrusted_code(names: frozenset[str], model_code: set[str]) -> tuple[str, ...]:
-    """Return the files with model code, by the config or by their name."""
+    """Return the files with model code: named by the config, or called ``modeling*.py``."""
     by_name = {name for name in names if name.startswith("modeling") and name.endswith(".py")}
     return tuple(sorted(by_name | (names & model_code)))
 
 
 def _read_code(folder: Folder) -> tuple[CodeFile, ...]:
-    """Read the code once: the hashed content is the content to run."""
+    """Read the content of every Python file, and hash it."""
     files = []
     for name in sorted(name for name in folder.names() if name.endswith(".py")):
         path = folder.fetch(name)
@@ -398,9 +404,9 @@ def _read_code(folder: Folder) -> tuple[CodeFile, ...]:
 
 # ── fingerprints ──
 
-# A fingerprint is three hashes, "CONFIG-TENSORS-CODE". Each covers only things that change a plan:
-# not the values of weights, not the directory, not code that may not run. A difference between a
-# plan and a checkpoint can so be told by its part.
+# A fingerprint is three hashes, "CONFIG-TENSORS-CODE". They cover only data that changes a plan:
+# not the values of weights, not the directory, not code that may not run. Separate hashes tell in
+# which part a checkpoint differs from the checkpoint of a plan.
 _PARTS = ("config.json", "the names, shapes, types or files of its tensors", "its code")
 
 
@@ -424,7 +430,7 @@ def _fingerprint(
         (name, tensor.dtype, tensor.shape, tensor.file and tensor.file.name)
         for name, tensor in sorted((weights.tensors or {}).items())
     ]
-    # Of a pickle only the size is known.
+    # Sizes distinguish pickles, whose tensors are unknown.
     stored = (weights.format, tensors, sorted(weights.sizes.items()))
     parts = (configured, stored, [(file.name, file.sha256) for file in code])
     texts = (json.dumps(part, sort_keys=True) for part in parts)

@@ -1,7 +1,7 @@
 """Config: the settings of ``config.json`` for planning, and limits against hostile files.
 
-A config decides how many modules are built. Without limits, one line of a hostile config makes a
-computer work for days or run out of memory before a weight is read.
+A config decides how many modules are built. Without limits, one line of a hostile config could keep
+a computer busy for days or exhaust its memory before a weight is read.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _CONTEXT_KEYS = (
     "max_seq_len",
     "n_ctx",
 )
-# Numbers of modules, and sizes of tensors. A key such as vision_feature_layer is a place, not a
-# number, and may be negative; so these are no wider than needed.
+# Keys of layer counts, and of tensor sizes. A key such as vision_feature_layer is an index, not a
+# count, and may be negative; so the patterns match no more than needed.
 _LAYERS = re.compile(
     r"layers|depths?|(?:en|de)coder_layers|n_layers?|num_blocks|(?:\w+_)?num_(?:\w+_)?layers",
     re.ASCII,
@@ -46,7 +46,7 @@ _SIZES = re.compile(
 
 
 def check_config(config: dict[str, Any], *, num_tensors: int | None, source: str) -> None:
-    """Refuse a config whose numbers no model can have."""
+    """Refuse a config with numbers beyond the limits, or more layers than there are tensors."""
     layers = experts = 0
     for key, value in values(config, source):
         if type(value) is not int:
@@ -76,6 +76,7 @@ def check_config(config: dict[str, Any], *, num_tensors: int | None, source: str
 
 
 def _limit(key: str) -> int:
+    """Return the largest number that a key may have."""
     if _LAYERS.fullmatch(key):
         return _MAX_LAYERS
     return _MAX_SIZE if _SIZES.fullmatch(key) else _MAX_INTEGER
@@ -100,20 +101,20 @@ def values(config: Mapping[str, Any], source: str) -> Iterator[tuple[str, Any]]:
 
 
 def default_dtype(config: dict[str, Any]) -> str | None:
-    """Return the weights' type by a config, in torch's name; None if unnamed."""
+    """Return the weights' dtype in a config, as torch names it; None if absent or not floating."""
     parts, keys = _with_text_config(config), ("dtype", "torch_dtype")
     names = (str(part.get(key)).removeprefix("torch.") for part in parts for key in keys)
     return next((name for name in names if name in _MODEL_DTYPES), None)
 
 
 def commonest_dtype(sizes: dict[str, int]) -> str | None:
-    """Return the floating-point type of most bytes; None if there is none."""
+    """Return the floating-point dtype with the most bytes in `sizes`; None if there is none."""
     models = {name: size for name, size in sizes.items() if name in _MODEL_DTYPES}
     return max(models, key=models.__getitem__, default=None)
 
 
 def max_context_tokens(config: dict[str, Any]) -> int | None:
-    """Return the longest context by a config; None if unnamed."""
+    """Return the longest context in tokens stated in a config; None if not stated."""
     values = (part.get(key) for part in _with_text_config(config) for key in _CONTEXT_KEYS)
     return next((value for value in values if type(value) is int and value > 0), None)
 
@@ -125,7 +126,7 @@ def _with_text_config(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_for_transformers4(config: Mapping[str, Any]) -> bool:
-    """Return True for a config whose code was written for transformers 4."""
+    """Return True for a config written for transformers 4, or one without a valid version."""
     written_for = config.get("transformers_version")
     try:
         return written_for is None or Version(str(written_for)).major < 5

@@ -1,7 +1,7 @@
 """Directories: the files of a local checkpoint, each checked before reading.
 
-A local directory may hold anything: links that lead elsewhere, pipes, files that a download hasn't
-filled, pointers left by git-lfs. Nothing here depends on the files' contents.
+A local directory may contain anything: links that lead out of it, pipes, files of an unfinished
+download, git-lfs pointers. Files of a checkpoint are not parsed here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .hub.snapshot import HubSnapshot
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes done so far, and the bytes there are."""
+"""Called with the bytes done so far, and the total bytes."""
 
 # Files with other endings don't belong to a checkpoint, and are ignored.
 _SUFFIXES = (
@@ -29,7 +29,7 @@ _SUFFIXES = (
     *(".jinja", ".tiktoken", ".vocab"),
 )
 _POINTER = b"version https://git-lfs.github.com/spec/"
-_POINTER_BYTES = 1024  # what git-lfs allows
+_POINTER_BYTES = 1024  # the maximum size of a git-lfs pointer
 CHAT_TEMPLATES = "additional_chat_templates"
 
 Folder: TypeAlias = "LocalFolder | HubSnapshot"
@@ -39,25 +39,25 @@ Folder: TypeAlias = "LocalFolder | HubSnapshot"
 class LocalFolder:
     """A directory on this machine.
 
-    CheckpointError is raised for a link that leads elsewhere, an irregular file, and a file that
-    isn't complete yet.
+    CheckpointError is raised for a link that leads out of the directory, for an irregular file, and
+    for a file that isn't completely downloaded.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.source = str(path)
-        self._names = _survey(path)
+        self._names = _list_names(path)
 
     def names(self) -> frozenset[str]:
         """Return the names of the checkpoint's files."""
         return self._names
 
     def size(self, name: str) -> int:
-        """Return a file's size in bytes."""
+        """Return the size of a complete file in bytes."""
         return self._check_complete(name).num_bytes
 
     def fetch(self, name: str) -> Path:
-        """Return the path of a complete file."""
+        """Return the path of a file; raise CheckpointError for an incomplete file."""
         self._check_complete(name)
         return self.path / name
 
@@ -75,6 +75,7 @@ class LocalFolder:
             self._check_complete(name)
 
     def _check_complete(self, name: str) -> Stamp:
+        """Return the stamp of a file; raise CheckpointError for a pointer or a partial download."""
         path = self.path / name
         with reading(path, hint="replace the link or pointer by the file itself"):
             stamp = Stamp.of(path.stat())
@@ -85,7 +86,7 @@ class LocalFolder:
                 f"{path} is a git-lfs pointer, not the file itself",
                 hint=f"download the files: git -C {self.path} lfs pull",
             )
-        # aria2 makes a file in its full length, and fills it.
+        # aria2 creates a file in its full length and fills it; until then NAME.aria2 exists.
         if (self.path / f"{name}.aria2").exists():
             raise CheckpointError(
                 f"{path} is incomplete: {name}.aria2 exists beside it",
@@ -94,13 +95,13 @@ class LocalFolder:
         return stamp
 
 
-def _survey(root: Path) -> frozenset[str]:
-    """Return the names of a checkpoint's files in a directory."""
+def _list_names(root: Path) -> frozenset[str]:
+    """Return the names of a checkpoint's files in a directory; refuse links to other places."""
     with reading(root):
         entries = list(root.iterdir())
     files = [f for f in entries if f.name.endswith(_SUFFIXES) and is_plain_name(f.name)]
     files += (root / CHAT_TEMPLATES).glob("*.jinja")
-    allowed = _allowed(root)
+    allowed = _allowed_roots(root)
     for path in files:
         target = os.path.realpath(path)
         if not target.startswith(allowed):
@@ -111,11 +112,11 @@ def _survey(root: Path) -> frozenset[str]:
     return frozenset(path.name for path in filter(_is_regular, files) if path.parent == root)
 
 
-def _allowed(root: Path) -> tuple[str, ...]:
-    """Return the allowed roots of links: the directory, and in the Hub's cache its blobs.
+def _allowed_roots(root: Path) -> tuple[str, ...]:
+    """Return the directories to which links may lead: the root, and in the Hub's cache its blobs.
 
-    In the Hub cache, ``models--org--name/snapshots/COMMIT`` holds links into
-    ``models--org--name/blobs``, and those may be links into ``blobs``, which models share.
+    In the Hub's cache, ``models--org--name/snapshots/COMMIT`` contains links to files in
+    ``models--org--name/blobs``, which may be links to files in ``blobs``, which models share.
     """
     real = root.resolve()
     places = [real]
@@ -125,12 +126,12 @@ def _allowed(root: Path) -> tuple[str, ...]:
 
 
 def is_inside(path: Path, root: Path) -> bool:
-    """Return True if a path, links resolved, stays in a directory or its Hub cache."""
-    return str(path.resolve()).startswith(_allowed(root))
+    """Return True if a path, links resolved, is in a directory or in the blobs of its Hub cache."""
+    return str(path.resolve()).startswith(_allowed_roots(root))
 
 
 def _is_regular(path: Path) -> bool:
-    """Return True for a regular file; refuse pipes and devices."""
+    """Return True for a regular file; False for a directory or dangling link; refuse others."""
     try:
         mode = path.stat().st_mode
     except OSError:  # a dangling link, or removed meanwhile

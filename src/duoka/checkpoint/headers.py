@@ -1,4 +1,4 @@
-"""Headers: the tensors declared by a checkpoint's files, before any tensor is read.
+"""Headers: the tensors that a checkpoint's files declare, read before any tensor data.
 
 Everything is parsed as untrusted input: sizes are limited before anything is read, names can't
 lead out of the directory, and a header must agree with the length of its file. The rules are the
@@ -26,8 +26,8 @@ from duoka.errors import CheckpointError, FormatError
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 MAX_JSON_BYTES = 100_000_000  # an index names every tensor; the longest known are some 10 MB
-# A short text can become much in memory ("[[],[],…"). This is room for 500,000 tensors; the
-# largest published models have a third of that.
+# A short text can need much memory ("[[],[],…"). This limit allows 500,000 tensors, three times as
+# many as the largest published models have.
 MAX_JSON_VALUES = 4_000_000
 MAX_NAME_LENGTH = 1024
 _MAX_DIMENSIONS = 64  # torch's own limit
@@ -70,7 +70,7 @@ class TensorInfo:
 
 
 class Index(NamedTuple):
-    """Plain file names by tensor, and the size of all tensors, which isn't always right."""
+    """Plain file names by tensor, and the declared size of all tensors, not always correct."""
 
     files: dict[str, str]
     total_bytes: int | None
@@ -83,13 +83,13 @@ def read_json(path: Path, *, most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]
 
 
 def parse_json(content: bytes, source: str) -> dict[str, Any]:
-    """Parse a JSON object in UTF-8."""
+    """Parse a JSON object in UTF-8, with at most `MAX_JSON_VALUES` values."""
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{source} is not UTF-8: {error}", hint=INCOMPLETE) from error
-    # A bound before anything is parsed: each value but the outermost is an item or an entry, which
-    # follows a comma or an opening bracket.
+    # An upper bound before parsing: each value but the outermost follows a comma or an opening
+    # bracket.
     values = text.count(",") + text.count("[") + text.count("{")
     if values > MAX_JSON_VALUES:
         raise CheckpointError(
@@ -112,12 +112,12 @@ def reading(path: Path, hint: str = DAMAGED) -> Iterator[None]:
 
 
 def is_plain_name(name: object) -> bool:
-    """Return True for a plain file name, without a way out of its directory."""
+    """Return True for a file name without separators or a leading dot, safe to join to a path."""
     return isinstance(name, str) and _PLAIN_NAME.fullmatch(name) is not None
 
 
 def read_index(path: Path, *, suffix: str) -> Index:
-    """Read the index of a sharded checkpoint."""
+    """Read the index of a sharded checkpoint; file names must end with `suffix`."""
     content = read_json(path)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -142,7 +142,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def header_length(start: bytes, size: int, source: str) -> int:
-    """Return the length of a safetensors header by the first eight bytes of its file."""
+    """Return the length in bytes of a safetensors header, from the first bytes of the file."""
     length = int.from_bytes(start, "little")
     if len(start) < LENGTH_BYTES or length > min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
         raise CheckpointError(
@@ -159,10 +159,10 @@ def header_length(start: bytes, size: int, source: str) -> int:
 #           | H (u64) | {"a": {..."data_offsets": [0, 8]}, "b": …}  | a: 8 B | b: 6 B   |
 #
 # Offsets count from the end of the header. In the order of their offsets the tensors must follow
-# one another without gaps, up to the last byte of the file: then a file that was cut off, or was
-# changed in its middle, can't pass.
+# one another without gaps, up to the last byte of the file. This detects a truncated file, and one
+# with inserted or removed bytes.
 def parse_header(text: bytes, data_bytes: int, path: Path) -> dict[str, TensorInfo]:
-    """Parse a safetensors header; return its tensors by name."""
+    """Parse a safetensors header, `text`, before `data_bytes` of data; return tensors by name."""
     if text[:1] != b"{":
         raise _damaged(path, "is not a safetensors file: its header doesn't begin with '{'")
     header = parse_json(text, f"the header of {path}")
@@ -180,7 +180,7 @@ def _damaged(path: Path, problem: str) -> CheckpointError:
 
 
 def _check_name(path: Path, name: str) -> None:
-    # Names get into messages and plans: a terminal must not obey them.
+    # Names appear in messages: control characters must not reach a terminal.
     if len(name) > MAX_NAME_LENGTH or not name.isprintable():
         raise _damaged(path, f"names a tensor {name[:80]!a}, which is not a valid tensor name")
 
@@ -213,7 +213,7 @@ def _read_entry(path: Path, name: str, entry: object) -> tuple[int, TensorInfo]:
 
 
 def _check_layout(path: Path, entries: list[tuple[int, TensorInfo]], data_bytes: int) -> None:
-    """Refuse overlaps, holes, and data that doesn't end with the file."""
+    """Refuse overlaps, gaps, and data that doesn't end with the file."""
     # An empty tensor begins where the next one does. With the size as second key it comes first:
     # [0, 0], then [0, 8], which is no overlap.
     stop = 0

@@ -1,4 +1,4 @@
-"""Index: the files of a checkpoint with its weights, and the tensors in each of them.
+"""Index: the weight files of a checkpoint, and the tensors in each file.
 
 A pickle isn't opened here, so its tensors are known only if an index lists them.
 """
@@ -16,7 +16,7 @@ from duoka.errors import CheckpointError
 from .directory import Folder
 from .headers import DAMAGED, INCOMPLETE, Index, TensorInfo, read_index, reading
 
-# transformers looks for weights in this order; so the same files are read.
+# The order in which transformers looks for weights, so that the same files are read.
 _Kind = Literal["safetensors", "bin"]
 _SOURCES: tuple[tuple[str, _Kind], ...] = (
     ("model.safetensors", "safetensors"),
@@ -26,7 +26,7 @@ _SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
 
 
 class Weights(NamedTuple):
-    """Tensors by name, and the sizes in bytes of their files by name."""
+    """Tensors by name, None if no file lists them; and sizes of the weight files by name."""
 
     tensors: Mapping[str, TensorInfo] | None
     sizes: Mapping[str, int]
@@ -36,15 +36,18 @@ class Weights(NamedTuple):
 NO_WEIGHTS = Weights(None, {}, "none")
 
 
-# Four sources are tried in transformers' order. A single file wins at once. An index wins if all
-# its files are there; without any of them it only promises the names of tensors, to plan with, and
-# with a part of them the download is broken, which is an error unless a later source is complete:
+# Four sources are tried in transformers' order. A single file is taken at once. An index is taken
+# if all its files exist. If none exists, the index gives only names of tensors. If some are
+# missing, the download is incomplete: an error, unless a later source is complete.
 #
 #   model.safetensors.index.json, no shards + pytorch_model.bin   → the pickle
 #   model.safetensors.index.json, no shards                       → names, no weights
 #   model.safetensors.index.json, 3 of 4 shards                   → error with the missing one
 def find_weights(folder: Folder) -> Weights:
-    """Find the first complete source of weights; an index without its files gives names alone."""
+    """Find the first complete source of weights; an index without its files gives names only.
+
+    `NO_WEIGHTS` if there is no source at all.
+    """
     promised: Weights | None = None
     broken: CheckpointError | None = None
     names = folder.names()
@@ -81,6 +84,7 @@ def find_weights(folder: Folder) -> Weights:
 
 
 def _sizes(folder: Folder, names: list[str]) -> dict[str, int]:
+    """Return the sizes of files in bytes; refuse empty files."""
     sizes = {name: folder.size(name) for name in names}
     for name, size in sizes.items():
         if size == 0:
@@ -89,6 +93,7 @@ def _sizes(folder: Folder, names: list[str]) -> dict[str, int]:
 
 
 def _sharded(folder: Folder, index: Index, files: list[str], kind: _Kind) -> Weights:
+    """Return the weights of a sharded checkpoint; refuse files that contradict the index."""
     sizes = _sizes(folder, files)
     if kind == "bin":
         total = sum(sizes.values())

@@ -2,7 +2,7 @@
 
 The names are those documented for AutoGPTQ and GPTQModel, AutoAWQ, compressed-tensors,
 bitsandbytes, torchao's safetensors, the block-scaled FP8 of DeepSeek and Qwen, FBGEMM's FP8, and
-OpenAI's MXFP4. Unpacking numbers is not part of this module.
+OpenAI's MXFP4. Values are not unpacked here.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _CACHE = re.compile(r"\.(?:[kqv]|prob_output|(?:key|value)_cache)_(?:scale|zero_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A quantization format: the names of a weight's parts, and the package to run with.
+    """A quantization format: the names of a weight's stored tensors, and the package to run it.
 
-    `suffixes` replace "weight" at the end of a weight's name, or follow it; a weight needs all
-    suffixes of one of the `wholes`. transformers needs `package` (pip's name) to run the format;
-    None if it needs none, and then `keeps` is True if the weights stay quantized in memory. A
-    format that `composes` is made of plain tensors and runs wherever PyTorch does; the others
-    bring kernels for real devices.
+    The name of a stored tensor is the weight's name with one of `suffixes`, in place of "weight" or
+    after it. A weight is complete with all suffixes of one of the `wholes`. `package` is pip's name
+    of the package that transformers needs for the format, None if it needs none. `keeps` is True if
+    weights stay quantized in memory. `composes` is True if a quantized weight consists of plain
+    tensors, so that it runs on any device of PyTorch; other formats need kernels for real GPUs.
     """
 
     name: str
@@ -53,8 +53,8 @@ _PACKED = ("qweight", "qzeros", "scales")
 #   bitsandbytes    ….up_proj.weight, .weight.absmax, .weight.quant_map, …  (suffixes follow it)
 #   MXFP4           ….up_proj_blocks, ….up_proj_scales                     (suffixes with "_")
 #
-# So a tensor's weight follows from its name alone, and the values of a weight may have its own
-# name.
+# So the weight that a stored tensor belongs to follows from the tensor's name alone. The quantized
+# values may have the name of the weight itself, as for bitsandbytes.
 METHODS: Mapping[str, Method] = {
     "gptq": Method(
         name="GPTQ", suffixes=(*_PACKED, "g_idx"), wholes=(_PACKED,), package="gptqmodel"
@@ -118,12 +118,12 @@ class Stored:
 
 
 def method_of(config: Mapping[str, Any]) -> Method | None:
-    """Return a checkpoint's quantization format by its config; None if unquantized."""
+    """Return the quantization format that a config states; None if unquantized."""
     statement = stated(config)
     if statement is None:
         return None
     quant_method = statement.get("quant_method")
-    # Older checkpoints of bitsandbytes have these keys instead.
+    # Older checkpoints of bitsandbytes have these keys instead of quant_method.
     if quant_method is None and {"load_in_4bit", "load_in_8bit"} & statement.keys():
         quant_method = "bitsandbytes"
     method = METHODS.get(str(quant_method))
@@ -136,7 +136,7 @@ def method_of(config: Mapping[str, Any]) -> Method | None:
 
 
 def stated(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the quantization settings of a config or of a part of a config; None without any."""
+    """Return the quantization settings of a config or one of its sections; None if unquantized."""
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         statement = part.get(_KEY)
         if isinstance(statement, dict):
@@ -154,7 +154,7 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sort_tensors(method: Method, tensors: Mapping[str, TensorInfo]) -> Stored:
-    """Group a checkpoint's tensors by weight."""
+    """Group a checkpoint's tensors by the weight that they belong to."""
     parts: dict[str, list[TensorInfo]] = {}
     unquantized: list[str] = []
     for name, tensor in tensors.items():
@@ -164,7 +164,7 @@ def sort_tensors(method: Method, tensors: Mapping[str, TensorInfo]) -> Stored:
         elif not _CACHE.search(name):
             unquantized.append(name)
     for name in parts.keys() & unquantized:
-        # Quantized values under the weight's own name, with their scales beside them.
+        # The tensor with the weight's own name holds the quantized values.
         parts[name].insert(0, tensors[name])
     return Stored(
         method=method,
@@ -174,7 +174,7 @@ def sort_tensors(method: Method, tensors: Mapping[str, TensorInfo]) -> Stored:
 
 
 def missing_parts(stored: Stored) -> list[str]:
-    """Name the missing tensors of quantized weights."""
+    """Return the names of tensors without which quantized weights are incomplete."""
     return [
         name
         for weight, tensors in stored.weights.items()
@@ -183,25 +183,26 @@ def missing_parts(stored: Stored) -> list[str]:
 
 
 def is_needless(name: str) -> bool:
-    """Return True for a tensor without a place in the model and without a use.
+    """Return True for a tensor to ignore if the model has no parameter of its name.
 
-    GPTQ's packers write a bias of zeros for layers without one; scales of a KV cache in 8 bit are
+    GPTQ's packers write a bias of zeros for layers without a bias; scales of an 8-bit KV cache are
     for other engines.
     """
     return name.endswith(".bias") or _CACHE.search(name) is not None
 
 
 def is_wide(tensor: TensorInfo) -> bool:
-    """Return True for a tensor of floating-point values, not quantized ones; or of unknown type."""
+    """Return True for a tensor of unquantized floating-point values, or of unknown dtype."""
     return tensor.dtype is None or tensor.dtype in _WIDE
 
 
 def _missing(method: Method, weight: str, tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """Return the names of the missing tensors of one weight."""
     if weight in tensors and is_wide(tensors[weight]):
         return []  # only activations are quantized
-    # Several sets of parts can make a weight whole. Missing are those of the set with the largest
-    # share present: beside `weight`, `absmax` and `quant_map` of bitsandbytes (3 of NF4's 4 parts,
-    # 1 of int8's 2) the quant_state of NF4 is missing, not int8's SCB.
+    # Any of several sets of parts completes a weight. The set with the largest share present is
+    # assumed: `weight`, `absmax` and `quant_map` of bitsandbytes are 3 of NF4's 4 parts and 1 of
+    # int8's 2, so the quant_state of NF4 is missing, not int8's SCB.
     wholes = [[_part_name(weight, suffix) for suffix in suffixes] for suffixes in method.wholes]
     likeliest = max(wholes, key=lambda names: len(tensors.keys() & names) / len(names))
     scales = tensors.get(_part_name(weight, "weight.absmax"))
@@ -218,7 +219,7 @@ def _part_name(weight: str, suffix: str) -> str:
 
 
 def _weight_of(method: Method, name: str) -> str | None:
-    """Return the weight of a tensor's name; None for the name of a possible weight."""
+    """Return the weight that a part belongs to by its name; None if the name has no suffix."""
     for suffix in method.suffixes:
         if suffix.startswith("_") and not suffix.startswith("_weight"):
             if name.endswith(suffix):

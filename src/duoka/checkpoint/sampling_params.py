@@ -1,4 +1,4 @@
-"""Sampling parameters, safe at every temperature."""
+"""Sampling parameters; very low temperatures count as greedy decoding."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from duoka.errors import UsageError
 
-# At or below it the most likely token is taken. Logits that differ by a thousandth would already
-# differ e^10-fold in probability, and dividing by much less leaves the range of 32-bit numbers.
+# At or below this temperature decoding is greedy. Logits that differ by 0.001 would already differ
+# e^10-fold in probability, and division by a much lower temperature overflows 32-bit floats.
 GREEDY_TEMPERATURE = 1e-4
 
 
@@ -20,8 +20,8 @@ class Sampling:
 
     A temperature of at most 0.0001 is greedy: the most likely token is taken. Otherwise tokens are
     sampled among the `top_k` most likely ones (0 for no limit) and the smallest set of most likely
-    ones with total probability `top_p`. `max_new_tokens` None is limited by the context alone. The
-    same seed gives the same answer.
+    ones with total probability `top_p`. With `max_new_tokens` None only the context limits the
+    length. The same seed gives the same generation.
 
     Examples
     --------
@@ -53,14 +53,15 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """True if the most likely token is taken each time."""
+        """True if decoding takes the most likely token at every step."""
         return self.temperature <= GREEDY_TEMPERATURE
 
     @classmethod
     def recommended(cls, generation_config: Mapping[str, Any] | None, **chosen: Any) -> Sampling:
-        """Take chosen fields, and else the recommendation of ``generation_config.json``.
+        """Return the chosen fields, and for the others the values of ``generation_config.json``.
 
-        Recommended values out of range are ignored. A chosen field of None is no choice.
+        Recommended values out of range are ignored. A chosen value of None counts as not chosen.
+        Without ``do_sample`` in the recommendation, the other fields keep their greedy defaults.
         """
         values = dict(generation_config or {})
         overrides = {name: value for name, value in chosen.items() if value is not None}
@@ -78,6 +79,7 @@ class Sampling:
 
 
 def _number(value: object, low: float, high: float) -> float | None:
+    """Return a number within limits as a float; None for any other value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if low <= value <= high else None

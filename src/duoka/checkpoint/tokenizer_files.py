@@ -35,13 +35,14 @@ _MOST_JSON_BYTES = 2**26
 
 
 def refuse_unreadable(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint without a tokenizer, or with tokenizer code unable to run."""
+    """Refuse a checkpoint without a tokenizer, or with tokenizer code that can't run."""
     checkpoint.fetch_tokenizer()
     check_files(checkpoint.path)
     own_class(checkpoint)
 
 
-# pip's names of the packages that model code imports; another name may be a stranger's package.
+# pip's names of packages that model code imports. Only these are named in an install command: a
+# package of any other name may have been published by a stranger.
 _NAMED_ALIKE = (
     *("bitsandbytes", "causal-conv1d", "einops", "flash-attn", "librosa", "mamba-ssm", "peft"),
     *("scipy", "sentencepiece", "tiktoken", "timm", "torchaudio", "torchvision", "xformers"),
@@ -51,7 +52,10 @@ _PUBLISHED |= {name.replace("-", "_"): name for name in _NAMED_ALIKE}
 
 
 def own_class(checkpoint: Checkpoint) -> str | None:
-    """Return the tokenizer class of the checkpoint's own code; raise an error if unable to run."""
+    """Return the tokenizer class of the checkpoint's own code; raise an error if it can't run.
+
+    None if the tokenizer needs no code: there is none, or it may not run and tokenizer.json exists.
+    """
     name = checkpoint.tokenizer_class
     if name is None or (not checkpoint.code and (checkpoint.path / "tokenizer.json").is_file()):
         return None
@@ -64,7 +68,7 @@ def own_class(checkpoint: Checkpoint) -> str | None:
         )
     [content] = (code.content for code in checkpoint.code if code.name == file)
     files = [code.name for code in checkpoint.code]
-    for package in _packages(content):
+    for package in _imported_packages(content):
         if package not in sys.modules and find_spec(package) is None:
             raise CheckpointError(
                 f"{file} of {checkpoint.source} can't run", hint=missing_module(package, files)
@@ -72,7 +76,7 @@ def own_class(checkpoint: Checkpoint) -> str | None:
     return name
 
 
-def _packages(content: bytes) -> Iterator[str]:
+def _imported_packages(content: bytes) -> Iterator[str]:
     """Yield the packages imported at a module's top level; nothing for invalid Python."""
     with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
         for node in ast.parse(content).body:
@@ -83,9 +87,9 @@ def _packages(content: bytes) -> Iterator[str]:
 
 
 def missing_module(name: str, files: Collection[str] = ()) -> str:
-    """Return the hint for an import of an absent module.
+    """Return the hint for an import of a module that isn't installed.
 
-    Anybody may publish a package under the name of a module that belongs to a model.
+    `files` are the code files of the checkpoint. An install command names known packages only.
     """
     package = name.partition(".")[0]
     if f"{package}.py" in files:
@@ -96,7 +100,7 @@ def missing_module(name: str, files: Collection[str] = ()) -> str:
 
 
 def check_files(directory: Path) -> None:
-    """Refuse a directory without a tokenizer, and files far larger than any published."""
+    """Refuse a directory without tokenizer files, or with files far larger than published ones."""
     files = directory.iterdir() if directory.is_dir() else ()
     sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
     if not any(_NAMED.search(name) for name in sizes):
@@ -108,7 +112,7 @@ def check_files(directory: Path) -> None:
             raise CheckpointError(f"{directory / name} has {got}; at most {limit} are read")
 
 
-# ChatGLM's vocabularies lack the special tokens that its models add behind them, by generation:
+# ChatGLM's vocabularies lack the special tokens, whose ids follow the vocabulary's, by generation:
 #
 #   ChatGLM2  [MASK] [gMASK] [sMASK] sop eop
 #   ChatGLM3  the same, then <|system|> <|user|> <|assistant|> <|observation|>
@@ -116,7 +120,7 @@ def check_files(directory: Path) -> None:
 def special_tokens(
     directory: Path, config: Mapping[str, Any], model: SentencePieceModel | Mapping[bytes, int]
 ) -> list[str]:
-    """List the special tokens of a ChatGLM model, in the order of their ids."""
+    """List a ChatGLM's special tokens in the order of their ids; `model` is its vocabulary."""
     path = directory / "tokenizer_config.json"
     settings = read_json(path, most_bytes=_MOST_JSON_BYTES) if path.is_file() else {}
     if not isinstance(model, SentencePieceModel):
@@ -127,8 +131,8 @@ def special_tokens(
 def _is_chatglm3(directory: Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
     """Distinguish ChatGLM3 from ChatGLM2, which has the same vocabulary without role tokens.
 
-    Surest is the tokenizer's code beside it, looked into as text; then the name under which the
-    model was published; then the length in its configuration, 32K for ChatGLM2-6B.
+    The most reliable sign is the text of the tokenizer's code, if present; then the model's
+    published name; then the context length in its config, 32768 for ChatGLM2-6B.
     """
     code = directory / "tokenization_chatglm.py"
     if code.is_file():
@@ -140,7 +144,7 @@ def _is_chatglm3(directory: Path, config: Mapping[str, Any], settings: Mapping[s
 
 
 def _glm4_special(settings: Mapping[str, Any], first_id: int) -> list[str]:
-    """Return special tokens in the order of their ids, without a gap behind the ranks."""
+    """Return GLM-4's special tokens in the order of their ids, which must follow the ranks."""
     listed = settings.get("added_tokens_decoder")
     if listed is None:
         return list(_GLM4_SPECIAL)

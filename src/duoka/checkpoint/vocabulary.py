@@ -24,7 +24,7 @@ from tokenizers.models import BPE
 from duoka.base.files import why
 from duoka.errors import CheckpointError
 
-# Published with GLM-4: splits text before bytes are merged.
+# The published pattern of GLM-4: splits a text before its bytes are merged.
 _GLM4_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -36,7 +36,7 @@ _BPE = 2
 
 
 class PieceKind(IntEnum):
-    """Kind of a piece of a sentencepiece model."""
+    """Kind of a piece (token) of a sentencepiece model, with the numbers of its format."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -67,7 +67,7 @@ def encoding_of(model: SentencePieceModel | Mapping[bytes, int]) -> Tokenizer:
 
 
 def read_vocabulary(path: Path) -> SentencePieceModel | dict[bytes, int]:
-    """Read a vocabulary; its first line decides between the two forms."""
+    """Read a vocabulary, tiktoken's (first line: token and rank) or else sentencepiece's."""
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise CheckpointError(
@@ -89,6 +89,7 @@ def read_vocabulary(path: Path) -> SentencePieceModel | dict[bytes, int]:
 
 
 def _ranks(content: bytes) -> dict[bytes, int]:
+    """Parse tiktoken's lines into ranks by token; raise ValueError for invalid ranks."""
     ranks: dict[bytes, int] = {}
     for line in filter(None, content.splitlines()):
         token, rank = line.split(b" ")
@@ -101,6 +102,7 @@ def _ranks(content: bytes) -> dict[bytes, int]:
 
 
 def _sentencepiece(content: bytes) -> SentencePieceModel:
+    """Parse a sentencepiece model; raise ValueError if it is no byte-pair encoding."""
     # Fields of the model: 1 is a piece (repeated), 2 the trainer's settings, 3 the normalizer's.
     messages: dict[int, list[dict[int, int | bytes]]] = {1: [], 2: [{}], 3: [{}]}
     for number, value in _fields(content):
@@ -119,6 +121,7 @@ def _sentencepiece(content: bytes) -> SentencePieceModel:
 
 
 def _piece(fields: dict[int, int | bytes]) -> tuple[str, float, PieceKind]:
+    """Return text, score and kind of a piece: its fields 1, 2 and 3, or their defaults."""
     match fields.get(1, b""), fields.get(2, bytes(4)), fields.get(3, 1):
         case bytes(text), bytes(score), int(kind):
             return text.decode(), struct.unpack("<f", score)[0], PieceKind(kind)
@@ -133,12 +136,12 @@ def _piece(fields: dict[int, int | bytes]) -> tuple[str, float, PieceKind]:
 #   12 02 68 69  key 0x12 = field 2, type 2; length 2; "hi"
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Yield the fields of a protocol buffer message: numbers, or undecoded bytes."""
-    at = 0
-    while at < len(message):
-        key, at = _varint(message, at)
+    offset = 0
+    while offset < len(message):
+        key, offset = _varint(message, offset)
         number, kind = key >> 3, key & 7
         if kind in (_VARINT, _LENGTH):
-            value, at = _varint(message, at)
+            value, offset = _varint(message, offset)
         elif kind in _FIXED_LENGTHS:
             value = _FIXED_LENGTHS[kind]
         else:
@@ -146,24 +149,26 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
         if kind == _VARINT:
             yield number, value
             continue
-        if at + value > len(message):
+        if offset + value > len(message):
             raise ValueError("it ends within a field")
-        yield number, message[at : at + value]
-        at += value
+        yield number, message[offset : offset + value]
+        offset += value
 
 
-def _varint(message: bytes, at: int) -> tuple[int, int]:
+def _varint(message: bytes, offset: int) -> tuple[int, int]:
+    """Decode the varint at an offset; return the number and the offset behind it."""
     value = 0
     for shift in range(0, 70, 7):
-        byte = message[at]
-        at += 1
+        byte = message[offset]
+        offset += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, at
+            return value, offset
     raise ValueError("a number of more than 64 bits")
 
 
 def _sentencepiece_backend(model: SentencePieceModel) -> Tokenizer:
+    """Build the `tokenizers` encoding of a sentencepiece model."""
     vocabulary = {text: number for number, (text, _, _) in enumerate(model.pieces)}
     if len(vocabulary) != len(model.pieces):
         raise CheckpointError("tokenizer.model: a piece occurs twice")
@@ -193,6 +198,7 @@ def _sentencepiece_backend(model: SentencePieceModel) -> Tokenizer:
 
 
 def _tiktoken_backend(ranks: Mapping[bytes, int]) -> Tokenizer:
+    """Build the `tokenizers` encoding of tiktoken's ranks, with GLM-4's pattern."""
     letters = _byte_letters()
     spelled = {"".join(letters[b] for b in token): rank for token, rank in ranks.items()}
     # As in tiktoken, a text that is a token becomes that token, even if no merges lead there.
@@ -205,18 +211,18 @@ def _tiktoken_backend(ranks: Mapping[bytes, int]) -> Tokenizer:
 
 
 def _merges(costs: Mapping[str, float], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-    """List every pair of pieces whose union is a piece, the pair of the lowest cost first.
+    """List every pair of pieces whose concatenation is a piece, that of the lowest cost first.
 
-    sentencepiece and tiktoken join any two neighbours whose union is in the vocabulary, so every
-    split of a piece counts: "abc" gives ("a", "bc") and ("ab", "c") if all four are pieces.
+    sentencepiece and tiktoken merge any two neighbors whose concatenation is in the vocabulary, so
+    every split of a piece counts: "abc" gives ("a", "bc") and ("ab", "c") if all are pieces.
     """
-    # A byte-pair encoding joins the pair that stands first in the list of merges, again and again.
+    # A byte-pair encoding repeatedly merges the neighbors that come first in the list of merges.
     # With the ids a 0, b 1, c 2, ab 3, bc 4, abc 5, which are tiktoken's costs as well:
     #
-    #   merges    (a, b)  (b, c)  (a, bc)  (ab, c)      by the id of the union, then of the parts
+    #   merges    (a, b)  (b, c)  (a, bc)  (ab, c)      by the id of the result, then of the parts
     #   "abc"     a b c → ab c → abc                    (a, b) is before (b, c)
     #
-    # sentencepiece's cost is the negative score, and only NORMAL pieces are unions.
+    # sentencepiece's cost is the negative score, and only NORMAL pieces are merge results.
     merges: list[tuple[str, str]] = []
     for piece in sorted(costs, key=lambda piece: (costs[piece], vocabulary[piece])):
         pairs = [
@@ -229,7 +235,7 @@ def _merges(costs: Mapping[str, float], vocabulary: Mapping[str, int]) -> list[t
 
 
 def _byte_letters() -> dict[int, str]:
-    """Return the letter of each byte in `tokenizers`.
+    """Return the character that `tokenizers` uses for each byte.
 
     Printable bytes stand for themselves, the others for the characters from U+0100 on, in order.
     """

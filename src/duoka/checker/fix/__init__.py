@@ -1,9 +1,9 @@
 """Fixes: the smallest source changes that remove a report's faults, verified by another check.
 
-Source is read as a concrete syntax tree, which keeps every blank and comment. The check decides
-which of several candidates is correct.
+Edits are made in the text, at positions from its syntax tree, so that whitespace and comments stay.
+The check decides which of several candidates is correct.
 
-- `fix`: from a report to patches; `patch`: the patches; `write`: write them to files
+- `fix`: from a report to patches; `patch`: the patches; `write`: writes patches to files
 - `search`: rounds of patching and checking; `candidates`: changes that may fix a fault
 - `device_exprs`, `factories`, `containers`, `edits`: parts of candidates
 - `syntax`, `sources`: syntax trees and files

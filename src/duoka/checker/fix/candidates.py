@@ -20,22 +20,19 @@ from .sources import Site, SourceError, Sources
 from .syntax import Edit, last_name
 
 _MOST = 12
-"""How many candidates there are for one operand."""
+"""Maximum number of candidates for one operand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Edits that may fix a fault.
-
-    `step_bytes` is the number of bytes they move at each execution.
-    """
+    """Edits that may fix a fault, and the number of bytes moved at each execution."""
 
     edits: tuple[Edit, ...]
     step_bytes: int = 0
 
 
 def candidates(fault: Fault, sources: Sources) -> Iterator[Candidate]:
-    """Yield candidates for a fault, the best first."""
+    """Yield candidates for a fault, the best first; raise SourceError if no edit can fix it."""
     tree = sources.tree(fault.file)
     node = tree.find_node(fault.place)
     if node is None:
@@ -48,7 +45,7 @@ def candidates(fault: Fault, sources: Sources) -> Iterator[Candidate]:
             "of its inputs; its author must fix it"
         )
     site = Site(fault, tree)
-    moving = _distinct(site.fault)
+    moving = _operands_to_move(site.fault)
     per_operand = [
         list(dict.fromkeys(islice(_for_operand(site, operand), _MOST))) for operand in moving
     ]
@@ -70,8 +67,8 @@ def candidates(fault: Fault, sources: Sources) -> Iterator[Candidate]:
         )
 
 
-def _distinct(fault: Fault) -> list[Operand]:
-    """Return the operands to move, with those of one list merged."""
+def _operands_to_move(fault: Fault) -> list[Operand]:
+    """Return the operands to move, one per place: items of a list share a place."""
     by_place: dict[object, Operand] = {}
     for number, operand in enumerate(fault.operands):
         if operand.moved:
@@ -80,7 +77,7 @@ def _distinct(fault: Fault) -> list[Operand]:
 
 
 def _for_operand(site: Site, operand: Operand) -> Iterator[Candidate]:
-    """Create the tensor on the target, or move it at its use."""
+    """Yield candidates for an operand: creation on the target, then moves at its use."""
     yield from map(Candidate, make_on_target(site, operand))
     tree, fault = site.tree, site.fault
     node = None if is_hidden(fault, operand) else tree.find_node(operand.place)
@@ -96,10 +93,10 @@ def _for_operand(site: Site, operand: Operand) -> Iterator[Candidate]:
 
 
 def _at_use(site: Site, node: ast.expr) -> Iterator[tuple[Edit, ...]]:
-    """Append ``.to(x.device)`` to the expression of the operand."""
+    """Yield edits of an operand's expression: ``.to(x.device)`` for various tensors x."""
     tree, fault = site.tree, site.fault
     if fault.target == "cpu":
-        # What only works there, whatever else it is given: numpy, lengths of sequences.
+        # The call needs a CPU tensor on every placement: numpy, lengths of sequences.
         yield (move(tree, node, '"cpu"'),)
     for device in target_devices(site, node):
         yield (move(tree, node, device),)

@@ -1,4 +1,4 @@
-"""Operands in a list or tuple: move each of its tensors."""
+"""Fixes for operands in a list or tuple: move each tensor of the container."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .syntax import Edit, Tree, element_at, is_plain, last_name, strip_blanks
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """Expression of several tensors: a list, or the loop that builds it."""
+    """Expression of several tensors: a list or a comprehension."""
 
     node: ast.expr
     element: ast.expr | None = None
-    """What each of them is in a loop."""
+    """Expression of one tensor, in the comprehension or list; None to move `node` by its items."""
 
 
 # Forms in which several tensors come to an operation. D is a device expression, e a loop variable.
@@ -41,7 +41,7 @@ class Container:
 #   cat([f(x) for x in xs])   f(x)             loop, element f(x)     [f(x).to(D) for x in xs]
 #   block_diag(*parts)        parts[1]         parts                  *[e.to(D) for e in parts]
 def container_of(tree: Tree, node: ast.AST, operand: Operand) -> Container | None:
-    """Return the container of an operand, if the expression at its place is one."""
+    """Return the container of an operand; None if the operand's own expression can be moved."""
     written = node.value if isinstance(node, ast.Starred) else node
     if not isinstance(written, ast.expr):
         return None
@@ -59,7 +59,10 @@ def container_of(tree: Tree, node: ast.AST, operand: Operand) -> Container | Non
 
 
 def move_contents(site: Site, container: Container) -> Iterator[tuple[Edit, ...]]:
-    """Move each tensor of a container to the device of one of them, or of a tensor at hand."""
+    """Yield edits that move each tensor of a container to the target device.
+
+    Its expression names another operand, an item of the container, or a local tensor.
+    """
     tree, node = site.tree, container.node
     for device in target_devices(site, node):
         yield (_move_in(tree, container, device),)
@@ -68,12 +71,13 @@ def move_contents(site: Site, container: Container) -> Iterator[tuple[Edit, ...]
         if container.element is None and is_plain(node):
             yield (move_each(tree, node, f"{tree.code(node)}[{staying}].device"),)
         elif not is_plain(node):
-            yield from _named_first(tree, node, staying)
+            yield from _hoist_and_move(tree, node, staying)
     for device in lucky_devices(site, node):
         yield (_move_in(tree, container, device),)
 
 
 def _move_in(tree: Tree, container: Container, device: str) -> Edit:
+    """Move the element, or each item of the container, to a device."""
     if container.element is not None:
         return move(tree, container.element, device)
     return move_each(tree, container.node, device)
@@ -81,9 +85,12 @@ def _move_in(tree: Tree, container: Container, device: str) -> Edit:
 
 # Where only the container itself has tensors on the target, D is the device of one of its items:
 # `[e.to(parts[-1].device) for e in parts]`. A call or a loop gets the name `parts` on a line before
-# (`_named_first`), so that it is evaluated once.
+# (`_hoist_and_move`), so that it is evaluated once.
 def _staying_index(site: Site, container: Container) -> int | None:
-    """Return the index of the tensor on the target; -1 for the last."""
+    """Return the index of an item on the target: -1 if the last one is, else the first.
+
+    None if no item is on the target.
+    """
     operands = [
         operand
         for operand in site.fault.operands
@@ -91,21 +98,21 @@ def _staying_index(site: Site, container: Container) -> int | None:
         and (sibling := container_of(site.tree, node, operand)) is not None
         and sibling.node is container.node
     ]
-    staying = [at for at, operand in enumerate(operands) if not operand.moved]
+    staying = [index for index, operand in enumerate(operands) if not operand.moved]
     if not staying:
         return None
     return -1 if staying[-1] == len(operands) - 1 else staying[0]
 
 
-def _named_first(tree: Tree, node: ast.expr, staying: int) -> Iterator[tuple[Edit, ...]]:
-    """Assign a list display to a name, then move each item."""
+def _hoist_and_move(tree: Tree, node: ast.expr, staying: int) -> Iterator[tuple[Edit, ...]]:
+    """Assign a container to a name on the line before, and move each of its items."""
     statement = statement_to_precede(tree, [node], node)
     if statement is None:
         return
     text = on_a_line(tree, node)
     is_list = isinstance(node, ast.Call) and last_name(node.func) in ("list", "tuple")
     if isinstance(node, (ast.Call, ast.GeneratorExp)) and not is_list:
-        text = f"list({text})"  # it may be gone through only once
+        text = f"list({text})"  # an iterator can be consumed only once
     name = free_name("parts", names_around(tree, node))
     loop = f"[each.to({name}[{staying}].device) for each in {name}]"
     yield insert_before(tree, statement, f"{name} = {text}"), replace(tree, node, loop)

@@ -21,13 +21,13 @@ _MOVES = ("to", "cuda", "cpu")
 def target_devices(site: Site, node: ast.expr) -> Iterator[str]:
     """Yield expressions of the target device at `node`, such as "logits.device", the best first.
 
-    They name tensors that are on the target in every placement.
+    The named tensors are operands on the target, or weights of the module that computed one.
     """
     texts: dict[str, None] = {}
     for operand, written in staying_operands(site):
         texts |= dict.fromkeys(_names_of(site, written, operand))
         if isinstance(written, ast.Call):
-            # ``self.proj.weight`` for the result of ``self.proj(x)``, where that is at hand.
+            # ``self.proj.weight`` for the result of ``self.proj(x)``, if it was on the target.
             weight = f"{site.tree.code(written.func)}.weight"
             texts |= {weight: None} if weight in site.fault.at_hand else {}
     own_text = strip_blanks(site.tree.code(node))
@@ -44,7 +44,7 @@ def staying_operands(site: Site) -> Iterator[tuple[Operand, ast.expr]]:
 
 
 def lucky_devices(site: Site, node: ast.expr) -> Iterator[str]:
-    """Yield local names that were on the target, but may not be in another placement."""
+    """Yield devices of local tensors that are on the target, but maybe not in another placement."""
     tree, at_hand = site.tree, site.fault.at_hand
     near = {
         tree.code(name) for name in ast.walk(node) if isinstance(name, ast.Name | ast.Attribute)
@@ -55,7 +55,7 @@ def lucky_devices(site: Site, node: ast.expr) -> Iterator[str]:
 
 
 def is_hidden(fault: Fault, operand: Operand) -> bool:
-    """Return True if an operand is not at its place because an operand that stays is there."""
+    """Return True if an operand has no expression of its own: none, or a staying operand's."""
     return operand.place is None or (
         operand.moved
         and strip_blanks(operand.expression) == strip_blanks(operand.place.text)
@@ -68,7 +68,7 @@ def is_hidden(fault: Fault, operand: Operand) -> bool:
 
 
 def _names_of(site: Site, written: ast.expr, operand: Operand) -> Iterator[str]:
-    """Yield expressions for the device of an operand that is written at the operation."""
+    """Yield names of tensors on the device of an operand, from its expression `written`."""
     tree = site.tree
     text = tree.code(written)
     if strip_blanks(operand.expression) != strip_blanks(text):
@@ -81,7 +81,7 @@ def _names_of(site: Site, written: ast.expr, operand: Operand) -> Iterator[str]:
     if isinstance(written, ast.NamedExpr):
         yield tree.code(written.target)
     base = _base(tree, written)
-    # What holds a tensor there is at hand; another name may be of a list or a module.
+    # A name in `at_hand` held a tensor on the target; another may be of a list or a module.
     if base is not written and is_plain(base) and tree.code(base) in site.fault.at_hand:
         yield tree.code(base)
     if is_plain(written):
@@ -89,7 +89,7 @@ def _names_of(site: Site, written: ast.expr, operand: Operand) -> Iterator[str]:
 
 
 def _base(tree: Tree, node: ast.expr) -> ast.expr:
-    """Return the tensor below views and casts: ``x`` of ``x[..., 1:].float()``."""
+    """Return the expression below views and casts: ``x`` of ``x[..., 1:].float()``."""
     match node:
         case (
             ast.Subscript(value=inner)

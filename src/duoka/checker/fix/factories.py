@@ -1,4 +1,4 @@
-"""Tensors created on the wrong device: add the right device to the call."""
+"""Fixes for tensors created on the wrong device: set the device in the creating call."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _FACTORIES = frozenset(
 
 
 def make_on_target(site: Site, operand: Operand) -> Iterator[tuple[Edit, ...]]:
-    """Create a tensor on the target device if the same function creates it.
+    """Yield edits to create an operand on the target device, if created in the same function.
 
-    For a tensor created in another function the right device is unknown.
+    In another function no name is known that is on the target device.
     """
     tree, origin = site.tree, operand.origin
     if origin is None or origin.kind != "operation" or origin.place is None:
@@ -42,26 +42,30 @@ def make_on_target(site: Site, operand: Operand) -> Iterator[tuple[Edit, ...]]:
     devices = [text for text in target_devices(site, node) if _root(text) in earlier_names]
     devices += [text for text in lucky_devices(site, node) if _root(text) in near]
     for device in devices:
-        edit = _made_on(tree, node, device)
+        edit = _create_on(tree, node, device)
         if edit is not None:
             yield (edit,)
 
 
 def _root(text: str) -> str:
+    """Return the first name of an expression: "x" of "x.weight.device"."""
     return re.split(r"\W", text, maxsplit=1)[0]
 
 
-def _made_on(tree: Tree, node: ast.Call, device: str) -> Edit | None:
-    """Return the edit that creates the result of a call on `device`."""
+def _create_on(tree: Tree, node: ast.Call, device: str) -> Edit | None:
+    """Return the edit that creates the result of a call on `device`.
+
+    None if the call isn't known to take a device, or takes the device of another tensor.
+    """
     name = last_name(node.func)
     named = device_keyword(node)
     is_fixed = any(map(is_literal_device, [*node.args, *([] if named is None else [named])]))
     if name in ("cuda", "cpu") or (name == "to" and is_fixed):
-        return move(tree, node, device)  # a `.to` that follows a tensor stays
+        return move(tree, node, device)  # a `.to(x.device)` stays as it is
     if not isinstance(node.func, ast.Attribute) or not _is_torch(node.func.value):
         return None
     if named is not None and not is_literal_device(named):
-        return None  # it follows another tensor on purpose
+        return None  # the device of another tensor, given on purpose
     is_layer = name[:1].isupper() and last_name(node.func.value) == "nn"
     if name in _FACTORIES or named is not None or is_layer:
         return set_device(tree, node, device)
@@ -69,7 +73,7 @@ def _made_on(tree: Tree, node: ast.Call, device: str) -> Edit | None:
 
 
 def _is_torch(node: ast.expr) -> bool:
-    """Return True for ``torch``, or ``torch.cuda`` for its legacy types."""
+    """Return True for ``torch`` or ``nn``, or a submodule, such as ``torch.cuda``."""
     while isinstance(node, ast.Attribute):
         node = node.value
     return isinstance(node, ast.Name) and node.id in ("torch", "th", "nn")

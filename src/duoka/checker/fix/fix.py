@@ -1,4 +1,4 @@
-"""From a report to patches with proofs."""
+"""Implementation of `duoka.repair`: turn a report into patches with proofs."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from .verify import Proof, prove
 
 
 def repair(report: CheckReport) -> Repairs:
-    """Find the smallest changes of source that cure a report's faults, and prove them.
+    """Find the smallest source changes that fix a report's faults, and prove them.
 
-    Neither files nor the model are changed: while it is checked again, the model's live functions
-    run the patched code, and afterwards their own. Meanwhile nobody else may use the model.
+    No file is changed, and the model stays as it is: while the check is repeated, the model's live
+    functions run the patched code, and afterwards their own. Don't use the model meanwhile.
 
     Parameters
     ----------
     report : CheckReport
-        As `duoka.check` returns it.
+        A report that `duoka.check` returned.
 
     Returns
     -------
     Repairs
-        A sequence of patches, one for each file; `uncured` says what could not be cured.
+        A sequence of patches, one for each file; `uncured` lists the faults without a fix.
 
     Raises
     ------
     UsageError
-        If there are faults, and the report doesn't hold what was checked.
+        If there are faults, and the report doesn't refer to the checked model.
 
     Examples
     --------
@@ -63,7 +63,7 @@ def repair(report: CheckReport) -> Repairs:
     @contextmanager
     def patched(draft: Draft, model: nn.Module) -> Iterator[None]:
         original = {file: sources.text(file) for file in draft}
-        # A twin is younger than the model, and so may be its closures.
+        # A twin is built after `live` was listed, and its code may have created closures.
         functions = live if model is subject.model else live_functions()
         with swap_code(functions, original, draft):
             yield
@@ -73,7 +73,7 @@ def repair(report: CheckReport) -> Repairs:
             with patched(draft, subject.model):
                 return check_subject(subject)
         except ClosureError as error:
-            # A change that a live function can't take is like one that breaks its code.
+            # A change that a live closure can't take counts as one that breaks the function.
             return replace(
                 report, faults=(), stop=Stop(message=str(error), place=error.place, phase="")
             )
@@ -81,16 +81,16 @@ def repair(report: CheckReport) -> Repairs:
     try:
         outcome = FixSearch(report, sources, check)
         outcome.run()
-        proof = _left_over(outcome) or virtual.apart(
+        proof = _failed_proof(outcome) or virtual.apart(
             prove, report, subject, partial(patched, outcome.draft)
         )
     except SwapError as error:
         return Repairs(uncured=tuple((fault, str(error)) for fault in report.faults))
-    return _assembled(outcome, sources, proof)
+    return _build_repairs(outcome, sources, proof)
 
 
-def _left_over(outcome: FixSearch) -> Proof | None:
-    """Return the findings of the last check of the patched code."""
+def _failed_proof(outcome: FixSearch) -> Proof | None:
+    """Return a failed proof if the last check of the patched code isn't clean; else None."""
     report = outcome.report
     if report.stop is not None:
         return Proof(False, f"the patched code stops early: {report.stop.message}")
@@ -100,7 +100,8 @@ def _left_over(outcome: FixSearch) -> Proof | None:
     return None
 
 
-def _assembled(outcome: FixSearch, sources: Sources, proof: Proof) -> Repairs:
+def _build_repairs(outcome: FixSearch, sources: Sources, proof: Proof) -> Repairs:
+    """Return a patch for each changed file, and the faults without a fix."""
     patches = tuple(
         Patch(
             file=file,

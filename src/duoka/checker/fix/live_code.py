@@ -1,9 +1,9 @@
-"""Run patched code in live functions for a while.
+"""Run patched code in live functions temporarily.
 
-A live model is proved as it is: its methods, hooks, closures and partials stay the same objects;
-only their code objects are exchanged, by qualified name, with nested functions and lambdas.
-Afterwards everything is restored. (A separate process would need a copy of the model, which can
-differ.)
+A live model is proved in place: its methods, hooks, closures and partials stay the same objects;
+only their code objects are exchanged, by qualified name, including nested functions and lambdas.
+Afterwards the original code is restored. (A separate process would need a copy of the model, which
+can differ.)
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ..source_map import parse_quietly
 COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
 
 LiveFunctions = Mapping[str, Sequence[FunctionType]]
-"""Functions by the file that their code is from."""
+"""Function objects of this process by the file of their code."""
 
 
 class SwapError(Exception):
-    """Error if live functions cannot run the changed code, with the reason."""
+    """Error with the reason why live functions cannot run the changed code."""
 
 
 class ClosureError(SwapError):
-    """Error if the changed code of a function uses other free variables."""
+    """Error for changed code with other free variables than the live closure has."""
 
     def __init__(self, old: CodeType, new: CodeType) -> None:
         old_names, new_names = (", ".join(code.co_freevars) or "nothing" for code in (old, new))
@@ -58,7 +58,7 @@ def live_functions() -> LiveFunctions:
 def swap_code(
     live: LiveFunctions, old_text: Mapping[str, str], new_text: Mapping[str, str]
 ) -> Iterator[None]:
-    """Let all live functions of some files run the code of a changed text inside the scope."""
+    """Let the live functions of changed files run the code of the new texts inside the scope."""
     files = [file for file in new_text if new_text[file] != old_text[file]]
     exchanges: list[tuple[FunctionType, CodeType]] = []
     for file in files:
@@ -86,10 +86,13 @@ def swap_code(
 def _exchanges(
     file: str, before: str, after: str, live: Sequence[FunctionType]
 ) -> Iterator[tuple[FunctionType, CodeType]]:
-    """Pair live functions of a file with new code, all or none."""
+    """Yield the live functions of a file whose code changes, each with its new code.
+
+    Raises SwapError if the new code of a live function can't be determined.
+    """
     old, new = _codes(before, file), _codes(after, file)
     names = {code.co_qualname for code in old}
-    # What is new inside of a function comes with the code of that function.
+    # A new nested function needs no exchange: its code is part of the enclosing function's code.
     new = [code for code in new if code.co_qualname in names or "<locals>" not in code.co_qualname]
     if [code.co_qualname for code in old] != [code.co_qualname for code in new]:
         raise SwapError(f"the patched {file} defines other functions")
@@ -111,7 +114,7 @@ def _exchanges(
     unmatched = {function.__code__.co_qualname for function in live}
     unmatched -= {code.co_qualname for _, code in matches}
     for code, changed in new_codes.items():
-        # A function that nobody uses any more may be of an earlier text.
+        # An unmatched function may be a leftover of an earlier text: a problem only if patched.
         is_changed = (code.co_code, code.co_names) != (changed.co_code, changed.co_names)
         if is_changed and code.co_qualname in unmatched:
             raise SwapError(
@@ -121,18 +124,20 @@ def _exchanges(
 
 
 def _outline(code: CodeType) -> tuple[object, ...]:
+    """Return the properties of code that don't depend on compiler flags."""
     return code.co_qualname, code.co_firstlineno, code.co_code, code.co_names
 
 
 def _codes(text: str, file: str) -> list[CodeType]:
-    """Yield the code of every function, lambda and class, in text order."""
+    """Return the code of every function, lambda and class, in text order."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the text, when it was imported
+        warnings.simplefilter("ignore")  # Python gave them when the text was imported
         module = compile(parse_quietly(text), file, "exec", dont_inherit=True)
     return [code for code in _nested_codes(module) if code.co_name not in COMPREHENSIONS]
 
 
 def _nested_codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code objects inside a code object, at any depth."""
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield constant

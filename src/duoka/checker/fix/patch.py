@@ -14,14 +14,15 @@ from duoka.report.check_report import Fault
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cure:
-    """One change of code.
+    """A change of code and the fixed faults.
 
     Parameters
     ----------
     faults : tuple of Fault
-        What it cures.
+        The faults that the change fixes.
     step_bytes : int
-        What it moves between devices in one step; 0 where tensors are made in the right place.
+        Bytes that the change moves between devices in one step; 0 if it creates the tensors on the
+        right device.
     """
 
     faults: tuple[Fault, ...]
@@ -40,18 +41,19 @@ class Patch:
     Parameters
     ----------
     file : str
-        Its absolute path.
+        Absolute path of the file.
     before, after : str
-        Its whole text, line ends as they are in the file.
+        Whole text of the file before and after the changes, with the line ends of the file.
     diff : str
-        What changes, in the unified form that `git apply` and `patch` read.
+        The changes in unified format, for `git apply` and `patch`.
     cures : tuple of Cure
-        The changes, each with what it cures and what it costs.
+        The changes, each with the faults that it fixes and its cost.
     proved : bool
-        Checked again the code was clean, and on several devices it computed what the original
-        computes on one.
+        True if a repeated check of the patched code was clean, and on several devices it computed
+        the results of the original code on one device.
     reason : str
-        Why it isn't proved; or on what it was, where the model itself is too big.
+        Why the patch isn't proved; or the smaller model on which it was proved, if the checked
+        model is too large to compute.
     """
 
     file: str
@@ -64,19 +66,19 @@ class Patch:
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """Faults fixed with the help of this patch."""
+        """Faults fixed by the patch, alone or together with patches of other files."""
         return tuple(fault for cure in self.cures for fault in cure.faults)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repairs(Sequence[Patch]):
-    """The patches of a report, one for each file; it can be used as the sequence of them.
+    """The patches for a report, as a sequence with one patch for each file.
 
     Parameters
     ----------
     patches : tuple of Patch
     uncured : tuple of (Fault, str)
-        The faults for which nothing was changed, each with the reason.
+        The faults without a fix, each with the reason.
     """
 
     patches: tuple[Patch, ...] = ()
@@ -107,7 +109,7 @@ class Repairs(Sequence[Patch]):
 
 
 def unified_diff(file: str, before: str, after: str) -> str:
-    """Return a unified diff with paths relative to the working directory if possible."""
+    """Return a unified diff; paths below the working directory are relative to it."""
     path = Path(file)
     folder = Path.cwd()
     name = path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.as_posix()

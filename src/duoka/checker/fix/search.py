@@ -32,11 +32,11 @@ _MOST_TEXTS = 16
 Draft = Mapping[str, str]
 """Patched texts by file."""
 Check = Callable[[Draft], CheckReport]
-"""Checks again with a draft in place of the code."""
+"""Repeats the check with the texts of a draft in place of the original code."""
 
 
 class CandidateSearch:
-    """A fault and its active candidate."""
+    """A fault and its active candidate, None once all candidates have failed."""
 
     def __init__(self, fault: Fault, options: Iterator[Candidate]) -> None:
         self.fault = fault
@@ -46,7 +46,7 @@ class CandidateSearch:
         self.next()
 
     def next(self, *, is_last: bool = False) -> None:
-        """Advance to the next candidate, or to none after the last."""
+        """Advance to the next candidate that is valid Python; with `is_last`, give up instead."""
         if self.candidate is not None:
             self.reason = _IN_VAIN
         try:
@@ -61,7 +61,7 @@ class CandidateSearch:
 
 
 def _is_python(candidate: Candidate) -> bool:
-    """Return True if the text parses after a candidate's edits."""
+    """Return True if every edited file still parses."""
     for tree in {edit.tree: None for edit in candidate.edits}:
         try:
             parse_quietly(tree.apply(candidate.edits))
@@ -79,25 +79,25 @@ def _is_python(candidate: Candidate) -> bool:
 #   3       a1 b2 c2     no fault but d, which is new         end of the round; d is for the next
 #
 # A round takes as many checks as the longest list of candidates that is tried, not as many as there
-# are combinations. A new round starts from the patched texts, where d has its final line. Whether a
-# later fault is an earlier one is told by function, operation, operands and line (`is_same`).
-# Candidates whose edits collide with an earlier one's aren't in the draft, and so aren't judged.
+# are combinations. A new round starts from the patched texts, where d has its final line. A later
+# check's fault is recognized by function, operation, operands and line (`is_same`). A candidate
+# whose edits collide with those of an earlier one is left out of the draft, and isn't judged.
 class FixSearch:
-    """Rounds of a search: the patched texts, the last check, and what is left to be tried."""
+    """Rounds of a search: the patched texts, the last report, and the search of each fault."""
 
     def __init__(self, report: CheckReport, sources: Sources, check: Check) -> None:
         self.draft: Draft = {}
         self.report = report
         self.choices: list[CandidateSearch] = []
-        """Of all rounds; those of the current one are the last."""
+        """Searches of all rounds; those of the current round are last."""
         self.late: Sequence[Fault] = ()
-        """What came up when others were cured, and was not cured itself."""
+        """Faults that appeared after others were fixed, and that have no search of their own."""
         self._sources = sources
         self._check = check
         self._max_checks = MAX_CHECKS
 
     def run(self) -> None:
-        """Search round by round, each on top of the texts of the one before."""
+        """Search round by round; each round starts from the patched texts of the previous round."""
         self.late = self.report.faults
         for _ in range(MAX_ROUNDS):
             sources = Sources({**self._sources.texts, **self.draft})
@@ -107,7 +107,7 @@ class FixSearch:
                 self.late = ()
                 return
             postponed = self._run_round(choices, sources)
-            # Their faults are found again, and are taken up in the next round.
+            # The faults of postponed searches are still in the report: the next round takes them.
             self.choices = [choice for choice in self.choices if choice not in postponed]
             self.late = [
                 fault
@@ -123,10 +123,10 @@ class FixSearch:
     def _run_round(
         self, choices: Sequence[CandidateSearch], sources: Sources
     ) -> Sequence[CandidateSearch]:
-        """Advance candidates until no fixable fault is left; return those not in the draft."""
+        """Check and advance candidates until none fails; return searches left out of the draft."""
         base, first_stop = self.draft, self.report.stop
         while True:
-            self.draft, postponed = _drafted(choices, base)
+            self.draft, postponed = _make_draft(choices, base)
             self.report = self._check(self.draft)
             self._max_checks -= 1
             stop = self.report.stop
@@ -144,31 +144,31 @@ class FixSearch:
             for choice in failed:
                 choice.next(is_last=self._max_checks <= 0)
             if failed and self._max_checks <= 0:
-                self.draft, postponed = _drafted(choices, base)
+                self.draft, postponed = _make_draft(choices, base)
                 self.report = self._check(self.draft)
             if not failed or self._max_checks <= 0:
                 return postponed
 
     def _is_left(self, choice: CandidateSearch, faults: Iterable[Fault], sources: Sources) -> bool:
-        """Return True if a search's fault is still in the draft."""
+        """Return True if a search's fault is among `faults`, found by a check of the draft."""
         line, after = choice.fault.line, self.draft.get(choice.fault.file)
         if after is not None:
             line = line_after(sources.text(choice.fault.file), after, line)
         return any(is_same(choice.fault, fault, line) for fault in faults)
 
     def cures(self, file: str) -> Iterator[Cure]:
-        """Return the changes of a file, each with all faults it fixes."""
+        """Yield the changes of a file, each with all faults fixed by the change."""
         by_candidate: dict[tuple[Edit, ...], list[CandidateSearch]] = {}
         for choice in self.choices:
             if any(edit.tree.file == file for edit in choice.edits):
                 by_candidate.setdefault(choice.edits, []).append(choice)
         for choices in by_candidate.values():
-            candidate, count = choices[0].candidate, max(one.fault.count for one in choices)
+            candidate, count = choices[0].candidate, max(choice.fault.count for choice in choices)
             step_bytes = 0 if candidate is None else candidate.step_bytes * count
-            yield Cure(faults=tuple(one.fault for one in choices), step_bytes=step_bytes)
+            yield Cure(faults=tuple(choice.fault for choice in choices), step_bytes=step_bytes)
 
     def uncured(self) -> Iterator[tuple[Fault, str]]:
-        """Return the faults without a fix, each with the reason."""
+        """Yield the faults without a fix, each with the reason."""
         for choice in self.choices:
             if choice.candidate is None:
                 yield choice.fault, choice.reason
@@ -176,10 +176,10 @@ class FixSearch:
             yield fault, "it appeared after other faults were fixed, and has no fix"
 
 
-def _drafted(
+def _make_draft(
     choices: Sequence[CandidateSearch], base: Draft
 ) -> tuple[Draft, Sequence[CandidateSearch]]:
-    """Apply the active candidates; returns the texts, and the candidates that collide and wait."""
+    """Apply the active candidates to `base`; return the texts, and searches whose edits collide."""
     edits: list[Edit] = []
     postponed = []
     for choice in choices:
@@ -191,19 +191,20 @@ def _drafted(
     return {**base, **texts}, postponed
 
 
-def _name(place: Place) -> str:
-    """Return the name of the function of a place, without comprehensions in it."""
+def _function(place: Place) -> str:
+    """Return the name of the function at a place, skipping comprehensions; "" if there is none."""
     names = [name for name in place.function.split(".") if name not in COMPREHENSIONS]
     return names[-1] if names else ""
 
 
 def _changes(choice: CandidateSearch, place: Place) -> bool:
-    """Return True if a candidate changes the function of a place."""
-    return choice.fault.file == place.file and _name(choice.fault.place) == _name(place)
+    """Return True if a search's fault, and so its edits, are in the function at a place."""
+    return choice.fault.file == place.file and _function(choice.fault.place) == _function(place)
 
 
 @lru_cache(maxsize=_MOST_TEXTS)
 def _line_blocks(old_text: str, new_text: str) -> Sequence[tuple[str, int, int, int, int]]:
+    """Return the equal and changed blocks of lines of two texts, as difflib's opcodes."""
     lines = old_text.splitlines(), new_text.splitlines()
     return difflib.SequenceMatcher(None, *lines, autojunk=False).get_opcodes()
 
@@ -212,16 +213,16 @@ def _line_blocks(old_text: str, new_text: str) -> Sequence[tuple[str, int, int, 
 # blocks are (a → a), (b → n B) and (c d → c d). Line 3 becomes 4; line 2 becomes 3, the last line
 # of its block, where the statement is.
 def line_after(old_text: str, new_text: str, line: int) -> int:
-    """Map a line of a text to the changed text, both from 1."""
+    """Map a line number of a text to the changed text; lines count from 1."""
     for _, start, end, new_start, new_end in _line_blocks(old_text, new_text):
         if start < line <= end:
-            # Lines are added before the statement that they are for: count from the end.
+            # A line is added before the statement that uses it: count from the block's end.
             return max(new_end - (end - line), new_start + 1)
     return line
 
 
 def is_same(earlier: Fault, later: Fault, line: int) -> bool:
-    """Return True if a fault, now on `line`, is still there with the same moved operands."""
+    """Return True if `later` is `earlier`, now on `line`, with the same moved operands."""
     if (earlier.file, earlier.function, earlier.op) != (later.file, later.function, later.op):
         return False
     if abs(line - later.line) > _NEAR_LINES:

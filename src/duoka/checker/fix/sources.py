@@ -22,14 +22,14 @@ class SourceError(Exception):
 
 
 class Sources:
-    """Texts and syntax trees of files; `texts` replaces the content of files."""
+    """Texts and syntax trees of files; `texts` overrides the content of files on disk."""
 
     def __init__(self, texts: Mapping[str, str] | None = None) -> None:
         self.texts = dict(texts or {})
         self._trees: dict[str, Tree] = {}
 
     def text(self, file: str) -> str:
-        """Return the text of a file with its line ends."""
+        """Return the text of a file or notebook cell, line ends unchanged; raise SourceError."""
         if file.startswith(torch_folder()):
             raise SourceError("the fault is in PyTorch's own code: keep that module on one device")
         if file.startswith("<") and not file.startswith(_NOTEBOOK_CELL):
@@ -38,7 +38,7 @@ class Sources:
             try:
                 self.texts[file] = read_source(Path(file))
             except SourceError:
-                # A notebook's cell is no file, but Python keeps its lines.
+                # A notebook's cell is no file, but its lines are in Python's line cache.
                 lines = linecache.getlines(file)
                 if not lines:
                     raise
@@ -61,7 +61,7 @@ class Site:
 
 
 def read_source(path: Path) -> str:
-    """Read the text of a file with its line ends."""
+    """Read the text of a file, line ends unchanged; raise SourceError."""
     try:
         return read_bytes(path, most_bytes=_MOST_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:

@@ -1,7 +1,7 @@
 """Syntax tree of a source file with positions in its text, and edits of that text.
 
-An edit inserts or replaces text at positions of the original, so that blanks and comments stay, and
-edits of several faults can be made in any order.
+An edit inserts or replaces text at positions of the original. Whitespace and comments stay, and the
+edits of several faults can be combined in any order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..source_map import SourceFile, node_position
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 Piece = tuple[int, int, str]
-"""Start and end in a text, and what takes the place of the text between."""
+"""Start and end of a span in a text, and the text that replaces the span."""
 _Node = TypeVar("_Node", bound=ast.AST)
 
 _BYTE_ORDER_MARK = "\ufeff"
@@ -29,7 +29,7 @@ _BLANKS = re.compile(r"(?:\s|\\\r?\n|#[^\r\n]*)*")
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """A change of one expression from `start` to `stop`, or a line before a statement."""
+    """A change of the expression from `start` to `stop`, or a line inserted at `start == stop`."""
 
     tree: Tree
     start: int
@@ -38,12 +38,12 @@ class Edit:
 
     @property
     def adds_line(self) -> bool:
-        """Return True if a line is inserted."""
+        """Return True if the edit inserts a line before a statement."""
         return self.start == self.stop
 
     @property
     def rewrites(self) -> bool:
-        """Return True if changes inside of the expression are lost."""
+        """Return True if the edit replaces the whole expression, discarding edits inside it."""
         return not self.adds_line and self.pieces[0][:2] == (self.start, self.stop)
 
     def collides_with(self, other: Edit) -> bool:
@@ -57,17 +57,17 @@ class Edit:
 
 
 class Tree(SourceFile):
-    """Syntax tree of a file with its original line ends; empty if the text is not Python."""
+    """Syntax tree of a file, whose line ends are kept; empty if the text is not Python."""
 
     def __init__(self, file: str, text: str) -> None:
         self.source = text.removeprefix(_BYTE_ORDER_MARK)
-        self._mark = text[: len(text) - len(self.source)]
+        self._byte_order_mark = text[: len(text) - len(self.source)]
         super().__init__(file, tuple(io.StringIO(self.source, newline="").readlines()))
         self._starts = [0, *accumulate(map(len, self.lines))]
 
     @property
     def newline(self) -> str:
-        """Return the line end of the first line."""
+        """Return the line end of the first line; a line feed if there is none."""
         first = self.lines[0] if self.lines else ""
         return first[len(first.rstrip("\r\n")) :] or "\n"
 
@@ -76,7 +76,7 @@ class Tree(SourceFile):
         line, end_line, column, end_column = node_position(node)
         start = self._starts[line - 1] + self.characters(line, column)
         stop = self._starts[end_line - 1] + self.characters(end_line, end_column)
-        # Python counts the parentheses of a call to a generator that is its only argument.
+        # Of a generator as the only argument, f(x for x in xs), Python's span has the parentheses.
         if isinstance(node, ast.GeneratorExp) and isinstance(self.parents[node], ast.Call):
             is_bare = not self.source[:start].rstrip().endswith(("(", ",", "="))
             return start + is_bare, stop - is_bare
@@ -98,7 +98,7 @@ class Tree(SourceFile):
             start, stop = opening, after.end() + 1
             extents.append((start, stop))
         if len(extents) > 1 and isinstance(parent, ast.Call) and [node] == arguments_of(parent):
-            extents.pop()  # the outermost ones of a call's only argument are the call's
+            extents.pop()  # the outermost parentheses of an only argument are the call's
         return extents[-1]
 
     def code(self, node: ast.AST) -> str:
@@ -107,7 +107,10 @@ class Tree(SourceFile):
         return self.source[start:stop]
 
     def find_node(self, place: Place | None) -> ast.expr | ast.AugAssign | None:
-        """Return the expression or augmented assignment at a place, if the text is still there."""
+        """Return the expression or augmented assignment at a place.
+
+        None if the file has another text there, or the node is of another type.
+        """
         if place is None or not 0 < place.line <= place.end_line <= len(self.lines):
             return None
         column = len(self.lines[place.line - 1][: place.column].encode())
@@ -125,15 +128,18 @@ class Tree(SourceFile):
             parent = self.parents.get(parent)
 
     def enclosing(self, node: ast.AST, kinds: Any) -> Any:
-        """Return the innermost ancestor of the given types."""
+        """Return the innermost ancestor of the given types; None if there is none."""
         return next((outer for outer in self.ancestors(node) if isinstance(outer, kinds)), None)
 
     def function_of(self, node: ast.AST) -> Function | None:
-        """Return the function or lambda whose body contains a node."""
+        """Return the innermost function or lambda around a node; None at module level."""
         return next((outer for outer in self.ancestors(node) if isinstance(outer, Function)), None)
 
     def names_before(self, node: ast.AST) -> set[str]:
-        """Return the names in the enclosing function before the node's statement."""
+        """Return the names in the enclosing function before the node's statement.
+
+        Empty at module level.
+        """
         function = self.function_of(node)
         if function is None:
             return set()
@@ -143,17 +149,17 @@ class Tree(SourceFile):
             for name in ast.walk(function)
             if isinstance(name, (ast.Name, ast.arg)) and self.span(name)[0] < start
         ]
-        # Of a function on one line that statement is around the function itself.
+        # The statement of a lambda's body is around the lambda: its arguments aren't before that.
         return {arg.arg for arg in ast.walk(function.args) if isinstance(arg, ast.arg)} | {
             name.id if isinstance(name, ast.Name) else name.arg for name in named
         }
 
     def apply(self, edits: Iterable[Edit]) -> str:
-        """Return the text after the edits of this tree."""
-        # Edits may be nested, as the moves of `x` and of `-x` in `f(-x)`, and so several pieces may
-        # stand at one position. Of those come first the ones that end an expression there, the
-        # inner before the outer: `f((-x.to(a)).to(b))`; then a line before a statement; then those
-        # that begin an expression, the outer before the inner.
+        """Return the text with the edits of this tree made; edits of other trees are skipped."""
+        # Edits may be nested, as the moves of `x` and of `-x` in `f(-x)`, so several pieces may be
+        # at one position. Their order is: pieces at the end of an expression, inner before outer,
+        # `f((-x.to(a)).to(b))`; lines inserted before a statement; pieces at the start of an
+        # expression, outer before inner.
         pieces: list[tuple[tuple[int, ...], Piece]] = []
         for edit in dict.fromkeys(edits):
             if edit.tree is self:
@@ -161,7 +167,7 @@ class Tree(SourceFile):
                     ends = (piece[0], 0, -edit.start, edit.stop)
                     begins = (piece[0], 1, 0 if edit.adds_line else 1, -edit.stop)
                     pieces.append((ends if piece[0] > edit.start else begins, piece))
-        texts, position = [self._mark], 0
+        texts, position = [self._byte_order_mark], 0
         for _, (start, stop, text) in sorted(pieces, key=lambda entry: entry[0]):
             texts += (self.source[position:start], text)
             position = stop
@@ -169,7 +175,7 @@ class Tree(SourceFile):
 
 
 def descendants(node: ast.AST, kind: type[_Node]) -> Iterator[_Node]:
-    """Yield the descendants of a node of a type, itself included."""
+    """Yield the nodes of a type in the subtree of a node, the node itself included."""
     return (part for part in ast.walk(node) if isinstance(part, kind))
 
 
@@ -179,12 +185,12 @@ def arguments_of(call: ast.Call) -> list[ast.expr]:
 
 
 def words_of(text: str) -> set[str]:
-    """Return everything in a text that may be a name."""
+    """Return all words of a text; its names are among them."""
     return set(re.findall(r"\w+", text))
 
 
 def strip_blanks(text: str) -> str:
-    """Return a text without blanks."""
+    """Return a text without whitespace."""
     return "".join(text.split())
 
 
@@ -196,18 +202,22 @@ def last_name(called: ast.AST) -> str:
 
 
 def element_at(listed: ast.AST, item: str) -> ast.expr | None:
-    """Return the element of a list or tuple display, ``[a, *rest]``, for an item such as "[1]"."""
+    """Return the element of a list or tuple display, ``[a, *rest]``, for an item such as "[1]".
+
+    A starred element stands for all items from its index on. None if `listed` is not such a
+    display, or has no such element.
+    """
     index = re.fullmatch(r"\[(\d+)\]", item)
     if index is None or not isinstance(listed, (ast.List, ast.Tuple)):
         return None
-    for at, element in enumerate(listed.elts):
-        if at == int(index[1]) or isinstance(element, ast.Starred):
+    for position, element in enumerate(listed.elts):
+        if position == int(index[1]) or isinstance(element, ast.Starred):
             return element
     return None
 
 
 def is_plain(node: ast.AST) -> bool:
-    """Return True if an expression can be repeated: names, attributes, constant items."""
+    """Return True if repeating an expression is free: names, attributes, simple items of these."""
     if isinstance(node, ast.Attribute):
         return is_plain(node.value)
     if isinstance(node, ast.Subscript):
@@ -217,5 +227,6 @@ def is_plain(node: ast.AST) -> bool:
 
 
 def _is_fixed(index: ast.expr) -> bool:
+    """Return True for a constant or a name as an index, also with a sign."""
     index = index.operand if isinstance(index, ast.UnaryOp) else index
     return isinstance(index, (ast.Constant, ast.Name))

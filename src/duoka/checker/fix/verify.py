@@ -1,4 +1,4 @@
-"""Proof of a fix: on several devices it computes what the original computes on one.
+"""Prove a fix: compare patched code on several devices with the original code on one device.
 
 A model that is too large to compute is replaced by a smaller twin of the same code (fewer layers,
 smaller vocabulary), if the twin shows the same faults at the same lines.
@@ -28,10 +28,10 @@ from ..run import check_subject
 from ..subject import Subject, complete_map, device_of
 
 Patched = Callable[[nn.Module], AbstractContextManager[None]]
-"""Gives a scope in which a model runs the patched code."""
+"""Returns a context in which a model runs the patched code."""
 
-# A twin has the widths of attention of its model, but no more than this of what only costs.
-_MOST = {
+# A twin keeps its model's attention widths. These sizes only cost memory, and are limited.
+_MAX_SIZES = {
     "vocab_size": 512,
     "padded_vocab_size": 512,
     "intermediate_size": 256,
@@ -46,14 +46,14 @@ _MOST_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Result of a proof: the reason of a failure, and the twin if used."""
+    """Result of a proof; `reason` explains a failure, or names the twin ("" if none is used)."""
 
     holds: bool
     reason: str = ""
 
 
 def prove(report: CheckReport, subject: Subject, patched: Patched) -> Proof:
-    """Compare patched code on several devices with the original on one."""
+    """Compare patched code on several devices with the original on one, on a twin if necessary."""
     if is_computable(subject):
         difference = why_not_equal(subject, patched)
         return Proof(not difference, difference)
@@ -75,11 +75,12 @@ def prove(report: CheckReport, subject: Subject, patched: Patched) -> Proof:
 
 
 def _places(report: CheckReport) -> set[tuple[str, int, str]]:
+    """Return the file, line and operation of each fault."""
     return {(fault.file, fault.line, fault.op) for fault in report.faults}
 
 
 # The reference is the original code on one device. There it runs as written; on several devices it
-# runs only because the check moves tensors, and would be compared with the check's own choices.
+# runs only because the check moves tensors, so its results reflect the check's own choices.
 def why_not_equal(subject: Subject, patched: Patched) -> str:
     """Describe how patched code differs from the original; "" if it does not."""
     original = compute(subject, on_one=True)
@@ -104,7 +105,7 @@ def _difference(original: Numbers, repaired: Numbers) -> str:
     for name, tensor in original.tensors.items():
         if tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().all()):
             return f"{name} is NaN in the original code: there is nothing to compare"
-        try:  # up to rounding: bit by bit they are equal where the kernels are
+        try:  # equal up to rounding; bit for bit if the kernels are the same
             torch.testing.assert_close(repaired.tensors[name], tensor, equal_nan=True)
         except AssertionError as error:
             return f"{name} differs from the original: {str(error).splitlines()[0]}"
@@ -117,8 +118,9 @@ def _difference(original: Numbers, repaired: Numbers) -> str:
 def twin_of(subject: Subject) -> tuple[Subject, int] | None:
     """Return a computable twin on a similar placement, and its number of layers.
 
-    None if impossible: twins need a transformers model with a workload. With example inputs the
-    vocabulary and widths must stay.
+    None if the subject has inputs of its own, which fit the original vocabulary and widths only; if
+    the model isn't a transformers model with one stack of layers, or is an encoder-decoder; or if
+    a smaller model can't be built, can't be placed, or is still too large.
     """
     model = subject.model
     has_inputs = subject.inputs is not None or subject.prompt
@@ -138,7 +140,7 @@ def twin_of(subject: Subject) -> tuple[Subject, int] | None:
     try:
         _shrink(text, layers, num_layers)
         small = construct(lambda: type(model)(config)).train(model.training)
-    except Exception:  # whatever a family's own code says of sizes that depend on each other
+    except Exception:  # any error of the model's code about sizes that depend on each other
         return None
     entries = tuple(
         (name, device)
@@ -160,9 +162,9 @@ def twin_of(subject: Subject) -> tuple[Subject, int] | None:
 
 
 def _distinct_layers(subject: Subject, stacks: Sequence[str], num_layers: int) -> list[int]:
-    """Return the first of each run of equally placed layers, and the last layer."""
+    """Return the first index of each run of identically placed layers, and the last index."""
     # Of six layers on devices 0 0 0 0 1 1, where layer 2 has a part on device 1, these are 0, 2, 3,
-    # 4 and 5: each boundary between unlike layers is kept, and both ends, where other code joins.
+    # 4 and 5: each boundary between different placements is kept, and both ends of the stack.
     entries = dict(subject.entries)
     placements = [
         tuple(
@@ -184,7 +186,7 @@ def _distinct_layers(subject: Subject, stacks: Sequence[str], num_layers: int) -
 #   setting             before                 after             because
 #   num_hidden_layers   6                      5
 #   layer_types         [f, s, f, s, f, s]     [f, f, s, f, s]   a list by layer keeps those layers
-#   vocab_size          151552                 512               it costs memory only (`_MOST`)
+#   vocab_size          151552                 512               it costs memory only (`_MAX_SIZES`)
 #   intermediate_size   13696                  256               it costs memory only
 #   eos_token_id        151329                 1                 it must lie in the vocabulary
 #   pad_token_id        151329                 None              prompts consist of the token 1
@@ -192,12 +194,12 @@ def _distinct_layers(subject: Subject, stacks: Sequence[str], num_layers: int) -
 #
 # In the map "model.layers.3" becomes "model.layers.2", and "model.layers.1" goes (`_rename_entry`).
 def _shrink(text: Any, layers: Sequence[int], num_layers: int) -> None:
-    """Reduce layers, vocabulary and hidden sizes of a config."""
+    """Reduce the layers, vocabulary and MLP sizes of a text config in place."""
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == num_layers:
             setattr(text, name, [value[layer] for layer in layers])
-        elif name in _MOST and isinstance(value, int):
-            setattr(text, name, min(value, _MOST[name]))
+        elif name in _MAX_SIZES and isinstance(value, int):
+            setattr(text, name, min(value, _MAX_SIZES[name]))
         elif name in _DEPTHS and value == num_layers:
             setattr(text, name, len(layers))
         elif name.endswith("_token_id") and value is not None:

@@ -14,21 +14,21 @@ from .patch import Patch
 from .sources import SourceError, read_source
 
 OUTPUT = "duoka-fixed"
-"""The directory for copies where none is named."""
+"""Default directory for patched copies."""
 
 
 def apply(patches: Iterable[Patch], directory: str | Path = OUTPUT) -> tuple[Path, ...]:
     """Write patched copies into a directory; the originals stay as they are.
 
-    A file below the working directory keeps its path relative to it, one of an installed package
-    its path below `site-packages`; others keep their names, their folders', and what is needed to
-    tell them apart.
+    A file below the working directory keeps its path relative to that directory; a file of an
+    installed package keeps its path below `site-packages`. All other files keep their paths below
+    the deepest directory that they have in common, or below its parent if all lie directly in it.
 
     Parameters
     ----------
     patches : iterable of Patch
     directory : path
-        It is made where it isn't there. Files in it are written over.
+        Created if it doesn't exist. Files in it are overwritten.
 
     Returns
     -------
@@ -38,7 +38,7 @@ def apply(patches: Iterable[Patch], directory: str | Path = OUTPUT) -> tuple[Pat
     Raises
     ------
     UsageError
-        If a copy would lie where its original does.
+        If a copy would overwrite its original.
     MachineError
         If a file can't be written.
     """
@@ -66,10 +66,10 @@ def apply_in_place(patches: Iterable[Patch]) -> tuple[Path, ...]:
     Raises
     ------
     UsageError
-        If a file is no longer what was checked, or belongs to an installed package, which the
-        next installation would undo; nothing has been written then.
+        If a file has changed since the check, or belongs to an installed package, where the next
+        installation would undo the change. Nothing has been written then.
     MachineError
-        If a file can't be written; those before it in the order of `patches` have been.
+        If a file can't be written; the files of earlier patches have been written then.
     """
     patches = list(patches)
     for patch in patches:
@@ -86,7 +86,7 @@ def apply_in_place(patches: Iterable[Patch]) -> tuple[Path, ...]:
             raise UsageError(
                 f"{path} has changed since it was checked", hint="run the check again, then the fix"
             )
-    # A link is followed: what it points to is the file that was checked.
+    # A symbolic link is followed: its target is the file that was checked.
     targets = tuple(Path(patch.file).resolve() for patch in patches)
     for patch, target in zip(patches, targets, strict=True):
         _write(target, patch.after)
@@ -105,12 +105,13 @@ def _kept_paths(files: list[Path]) -> list[Path]:
 
 
 def _in_packages(file: Path) -> Path | None:
-    """Return the `site-packages` directory of a file."""
+    """Return the `site-packages` directory of a file; None if the file isn't in one."""
     names = ("site-packages", "dist-packages")
     return next((folder for folder in file.parents if folder.name in names), None)
 
 
 def _write(path: Path, text: str) -> None:
+    """Write a file with its directories; raise MachineError if impossible."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)

@@ -1,12 +1,12 @@
-"""Hub: checkpoints by their id, through huggingface_hub. No other package talks to the Hub.
+"""Hub: checkpoints by repository name, through huggingface_hub. No other package uses the Hub.
 
 huggingface_hub determines the address, the token, offline mode and the cache (HF_ENDPOINT, HF_TOKEN
-or a login, HF_HUB_OFFLINE, HF_HOME). Data from a server is trusted as little as a local file.
+or a login, HF_HUB_OFFLINE, HF_HOME). Data from a server is untrusted, like a local file.
 
 - `repo_name`: "org/name@revision"
 - `listing`: the files of a repository at one commit, and their hashes
 - `snapshot`: these files, fetched on demand; headers alone for a plan
-- `errors`: messages for errors, and retries
+- `errors`: error messages and retries
 """
 
 from .repo_name import HubName, parse_name

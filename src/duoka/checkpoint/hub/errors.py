@@ -1,6 +1,6 @@
-"""Errors of huggingface_hub and its HTTP library, translated; and retries.
+"""Translate errors of huggingface_hub and its HTTP library, and retry requests.
 
-Requests that may succeed next time are repeated, beside huggingface_hub's own retries.
+Requests with a transient error are repeated, in addition to huggingface_hub's own retries.
 """
 
 from __future__ import annotations
@@ -47,28 +47,30 @@ def query(name: HubName, request: Callable[[], T]) -> T:
     for wait_seconds in (*WAITS_SECONDS, None):
         try:
             return request()
-        except Exception as error:  # of httpx, huggingface_hub or the disk; unknown ones go on
+        except Exception as error:  # translated if it is of the Hub or the network
             if wait_seconds is None or not _is_transient(error):
                 translated = _translate(error, name)
                 if translated is None:
                     raise
-                # Without the cause: the addresses of large files are signed, as a password is.
+                # Without the cause: its message may contain a signed URL, which is a secret.
                 raise translated from None
         time.sleep(wait_seconds)
     raise AssertionError("the last attempt returns or raises")
 
 
 def _is_transient(error: Exception) -> bool:
+    """Return True for an error that may not recur: a busy server, or a broken transfer."""
     if isinstance(error, HfHubHTTPError):
-        return _status(error) in _TRANSIENT_STATUSES
+        return _http_status(error) in _TRANSIENT_STATUSES
     return isinstance(error, _BROKEN) and not isinstance(error, _UNREACHED)
 
 
-def _status(error: BaseException) -> int | None:
+def _http_status(error: BaseException) -> int | None:
+    """Return the HTTP status of an error; None without a response."""
     return getattr(getattr(error, "response", None), "status_code", None)
 
 
-# Message and hint by the first class or status that an error has.
+# Error class or HTTP statuses, message and hint; the first match counts.
 _MESSAGES: tuple[tuple[Any, str, str], ...] = (
     (
         GatedRepoError,
@@ -127,14 +129,14 @@ _MESSAGES: tuple[tuple[Any, str, str], ...] = (
 
 def _translate(error: BaseException, name: HubName) -> CheckpointError | None:
     """Translate an error; return None for errors unrelated to the Hub."""
-    # huggingface_hub reports an absent file of its cache; the cause tells more.
+    # huggingface_hub reports that a file is not in its cache; the cause tells why.
     while isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, OfflineModeIsEnabled):
         return offline_error(name)
     if isinstance(error, OSError) and error.errno is not None:
         return None
-    status, token = _status(error), get_token()
+    status, token = _http_status(error), get_token()
     values = {
         "hub": endpoint(),
         "wanted": name,
@@ -154,7 +156,7 @@ def _translate(error: BaseException, name: HubName) -> CheckpointError | None:
 
 
 def offline_error(name: HubName) -> CheckpointError:
-    """Make the error for an absent file or repository while HF_HUB_OFFLINE is set."""
+    """Make the error for a file or repository not in the cache while HF_HUB_OFFLINE is set."""
     place = "not in the cache" if name.file else "neither a local directory nor in the cache"
     return CheckpointError(
         f"{name} is {place}, and HF_HUB_OFFLINE forbids requests to the Hub",

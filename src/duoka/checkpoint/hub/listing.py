@@ -1,8 +1,8 @@
-"""Listing of a repository's files at a commit, with their hashes; and the check of a hash.
+"""List a repository's files at a commit with their hashes, and verify hashes.
 
-huggingface_hub compares lengths only. A file that another program put into its cache, or that a
-proxy damaged, is found by its hash; a successful comparison is remembered by a marker file in
-duoka's cache, named after path, stamp and hash.
+huggingface_hub compares lengths only. The hash detects a file that another program put into its
+cache, or that a proxy damaged. A successful comparison leaves a marker file in duoka's cache, named
+after path, stamp and hash, so that the file is not read again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SHA256_LENGTH = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteFile:
-    """A file of a repository; `etag` is its sha256, or for small files git's sha1 of the blob."""
+    """A file of a repository; `etag` is its sha256, or git's sha1 of a small file, or ""."""
 
     name: str
     num_bytes: int
@@ -51,10 +51,10 @@ class Listing:
     files: Mapping[str, RemoteFile]
 
 
-# A listing names a commit, which never changes: kept under the name of the commit it answers for
-# good, under the name of a branch it answers while HF_HUB_OFFLINE is set.
+# A listing is of one commit, which never changes. It is stored twice: under the commit, where it is
+# valid forever, and under the requested branch or tag, where it is used if HF_HUB_OFFLINE is set.
 def query_listing(name: HubName) -> Listing:
-    """Query the Hub for a repository's files, and keep the answer: a commit never changes."""
+    """Query the Hub for a repository's files, and store the listing in duoka's cache."""
     info = query(
         name,
         lambda: HfApi(library_name="duoka").model_info(
@@ -72,19 +72,19 @@ def query_listing(name: HubName) -> Listing:
         )
         hint = "check that HF_ENDPOINT is the URL of a Hub"
         raise CheckpointError(f"{endpoint()} {problem} {name}", hint=hint)
-    files = {file.name: file for file in _select(info.siblings or ())}
+    files = {file.name: file for file in _select_files(info.siblings or ())}
     listing = Listing(commit=commit, files=files)
     for revision in {name.revision, commit}:
-        path = _path(name.repo, revision)
-        with suppress(OSError):  # queried again next time
+        path = _listing_path(name.repo, revision)
+        with suppress(OSError):  # without a stored listing the Hub is queried again
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(to_dict(listing)))
     return listing
 
 
 def kept_listing(name: HubName) -> Listing | None:
-    """Return the listing kept of a revision; None if absent or damaged."""
-    path = _path(name.repo, name.revision)
+    """Return the stored listing of a revision; None if there is none, or it is damaged."""
+    path = _listing_path(name.repo, name.revision)
     try:
         text = read_text(path, most_bytes=_MOST_BYTES)
         return from_dict(Listing, parse_json_object(text, str(path)))
@@ -92,12 +92,13 @@ def kept_listing(name: HubName) -> Listing | None:
         return None
 
 
-def _path(repo: str, revision: str) -> Path:
+def _listing_path(repo: str, revision: str) -> Path:
+    """Return the path of a stored listing."""
     return cache_directory() / "hub" / quote(repo, safe="") / quote(f"{revision}.json", safe="")
 
 
-def _select(siblings: Iterable[Any]) -> Iterator[RemoteFile]:
-    """Select the files of a checkpoint among those of the Hub's answer."""
+def _select_files(siblings: Iterable[Any]) -> Iterator[RemoteFile]:
+    """Yield the files of the Hub's answer that belong to a checkpoint and have a size and hash."""
     for sibling in siblings:
         name, size = str(sibling.rfilename), sibling.size
         etag = str(sibling.lfs.sha256 if sibling.lfs else sibling.blob_id)
@@ -108,9 +109,9 @@ def _select(siblings: Iterable[Any]) -> Iterator[RemoteFile]:
 
 
 def has_known_hash(path: Path, file: RemoteFile) -> bool:
-    """Return True if a file's content has its hash; read only changed files.
+    """Return True if a file's content has the listed hash; read the file only if it changed.
 
-    A file without a known hash is accepted.
+    A file without a listed hash is accepted.
     """
     if not file.etag:
         return True
@@ -126,8 +127,8 @@ def has_known_hash(path: Path, file: RemoteFile) -> bool:
 
 
 def has_right_hash(path: Path, file: RemoteFile) -> bool:
-    """Read a file and compare its hash."""
-    # Git's name of a blob: no proof against attackers, but against accidents.
+    """Read a file and return True if it has the listed hash."""
+    # Git's sha1 of a blob doesn't detect forgery, but it detects damage.
     blob = hashlib.sha1(b"blob %d\0" % file.num_bytes, usedforsecurity=False)
     with open_regular(path) as opened:
         is_sha256 = len(file.etag) == _SHA256_LENGTH

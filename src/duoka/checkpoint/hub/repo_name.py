@@ -17,7 +17,7 @@ MAIN = "main"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubName:
-    """A repository on the Hub, as "org/name", a branch, tag or commit, and perhaps a file."""
+    """A repository on the Hub ("org/name") at a revision, or one of its files."""
 
     repo: str
     revision: str = MAIN
@@ -29,7 +29,7 @@ class HubName:
 
 
 def parse_name(text: str, revision: str | None = None) -> HubName | None:
-    """Parse a repository's name; return None for any other text."""
+    """Parse "org/name" or "org/name@revision"; return None for any other text."""
     match = _NAME.fullmatch(text)
     if match is None:
         return None

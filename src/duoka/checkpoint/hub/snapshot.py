@@ -45,7 +45,7 @@ from .errors import endpoint, offline_error, query
 from .listing import Listing, RemoteFile, has_known_hash, kept_listing, query_listing
 from .repo_name import COMMIT, HubName
 
-# Most headers are shorter than this; a longer one takes a second request.
+# Most headers are shorter than this; a longer header takes a second request.
 _FIRST_BYTES = 2**16
 _HEADERS_AT_ONCE = 8
 
@@ -60,13 +60,13 @@ def open_snapshot(name: HubName) -> HubSnapshot:
 
 
 def _list_cache(name: HubName) -> Listing:
-    """List the files of a revision in huggingface_hub's cache, whoever downloaded them."""
+    """List the files of a revision in huggingface_hub's cache, also those of other programs."""
     config = try_to_load_from_cache(name.repo, "config.json", revision=name.revision)
     if not isinstance(config, str):
         raise offline_error(name)
     snapshot = Path(config).parent
-    # A file is a link to a blob named after its hash. Only the first link is followed: the blob
-    # may be a link itself, to a blob that models share, under another name.
+    # A file is a link to a blob named after its hash. Only this link is followed: the blob may be a
+    # link itself, to a blob with another name that models share.
     files = [
         RemoteFile(
             name=path.name,
@@ -84,12 +84,12 @@ def _list_cache(name: HubName) -> Listing:
 #   models--org--name/refs/main                        the commit of a branch
 #   models--org--name/snapshots/COMMIT/config.json  →  ../../blobs/HASH
 #   models--org--name/blobs/HASH                       the content, named after its hash
-#   models--org--name/blobs/HASH.incomplete            what a broken download has left
+#   models--org--name/blobs/HASH.incomplete            the part of an interrupted download
 #
-# duoka adds nothing there. In its own cache it keeps the listing of a commit, headers of files that
-# aren't downloaded, and markers of files whose hash was compared.
+# duoka adds no files of its own to this cache. Its own cache has the listing of a commit, headers
+# of files that aren't downloaded, and markers of files whose hash was verified.
 class HubSnapshot:
-    """A repository of the Hub at one commit."""
+    """A repository of the Hub at one commit, with the interface of `LocalFolder`."""
 
     def __init__(self, repo: str, listing: Listing) -> None:
         self._name = HubName(repo=repo, revision=listing.commit)
@@ -104,7 +104,7 @@ class HubSnapshot:
         return frozenset(self._files)
 
     def size(self, name: str) -> int:
-        """Return a file's size in bytes, by the Hub's listing."""
+        """Return a file's size in bytes, as listed."""
         return self._files[name].num_bytes
 
     def fetch(self, name: str) -> Path:
@@ -119,18 +119,18 @@ class HubSnapshot:
         return self.path / name
 
     def headers(self, names: Sequence[str]) -> dict[str, dict[str, TensorInfo]]:
-        """Read the headers of safetensors files; of absent files fetch the headers alone."""
+        """Read the headers of safetensors files; of a missing file fetch the header alone."""
         with ThreadPoolExecutor(_HEADERS_AT_ONCE) as pool:
-            return dict(zip(names, pool.map(self._header, names), strict=True))
+            return dict(zip(names, pool.map(self._read_header, names), strict=True))
 
     def missing(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the names of files not yet on this machine."""
         return tuple(name for name in names if not self._is_here(name))
 
     def download(self, names: Sequence[str], progress: Progress | None = None) -> None:
-        """Download absent files, and verify the hashes of changed files.
+        """Download the missing files, and verify the hash of each file that changed.
 
-        `progress` is called with the bytes done so far and the total.
+        `progress` is called with the bytes done so far and the total bytes.
         """
         absent = self.missing(names)
         if absent and is_offline_mode():
@@ -145,11 +145,11 @@ class HubSnapshot:
 
         def report(file_bytes: int) -> None:
             if progress is not None:
-                progress(min(done + file_bytes, total), total)  # repaired bytes count twice
+                progress(min(done + file_bytes, total), total)  # a retry counts bytes twice
 
         for name in names:
             if name in absent:
-                self._get(name, report)
+                self._download_file(name, report)
             self._verify(name)
             done += self.size(name)
             report(0)
@@ -158,13 +158,14 @@ class HubSnapshot:
         return replace(self._name, file=name)
 
     def _is_here(self, name: str) -> bool:
-        """Return True for a file of the right length within the cache."""
+        """Return True if a file in the cache has the listed size."""
         path = self.path / name
         with suppress(OSError):
             return path.stat().st_size == self.size(name) and is_inside(path, self.path)
         return False
 
-    def _get(self, name: str, report: Callable[[int], object]) -> None:
+    def _download_file(self, name: str, report: Callable[[int], object]) -> None:
+        """Download one file into huggingface_hub's cache; `report` gets the bytes done."""
         download = partial(
             hf_hub_download,
             self._name.repo,
@@ -172,7 +173,7 @@ class HubSnapshot:
             revision=self._name.revision,
             library_name="duoka",
             etag_timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
-            # A file that is there has another length.
+            # An existing file has a wrong size, or it would not be missing.
             force_download=(self.path / name).exists(),
             tqdm_class=_progress_class(report),
         )
@@ -200,6 +201,7 @@ class HubSnapshot:
         )
 
     def _refuse_full_disk(self, names: Iterable[str]) -> None:
+        """Raise MachineError if the disk of the cache has too little free space for files."""
         needed = sum(self.size(name) for name in names)
         place = next(folder for folder in (self._cache, *self._cache.parents) if folder.exists())
         free = shutil.disk_usage(place).free
@@ -212,25 +214,27 @@ class HubSnapshot:
 
     # ── headers ──
 
-    def _header(self, name: str) -> dict[str, TensorInfo]:
+    def _read_header(self, name: str) -> dict[str, TensorInfo]:
+        """Read a header from the file, else from duoka's cache, else from the Hub."""
         file, path = self._files[name], self.path / name
         if self._is_here(name):
             return read_header(path)
         cached = cache_directory() / "headers" / f"{file.etag}-{file.num_bytes}"
         with suppress(OSError, ValueError, CheckpointError):
-            return self._parse(file, read_bytes(cached, most_bytes=MAX_HEADER_BYTES))
+            return self._parse_header(file, read_bytes(cached, most_bytes=MAX_HEADER_BYTES))
         text = self._fetch_header(file)
-        tensors = self._parse(file, text)
+        tensors = self._parse_header(file, text)
         with suppress(OSError):
             cached.parent.mkdir(parents=True, exist_ok=True)
             write_whole(cached, text.decode("utf-8"))
         return tensors
 
-    def _parse(self, file: RemoteFile, text: bytes) -> dict[str, TensorInfo]:
+    def _parse_header(self, file: RemoteFile, text: bytes) -> dict[str, TensorInfo]:
         data_bytes = file.num_bytes - LENGTH_BYTES - len(text)
         return parse_header(text, data_bytes, self.path / file.name)
 
     def _fetch_header(self, file: RemoteFile) -> bytes:
+        """Fetch the bytes of a safetensors header, in one request or two."""
         hub_file, size = self._hub_file(file.name), file.num_bytes
         if is_offline_mode():
             raise offline_error(hub_file)
@@ -241,7 +245,7 @@ class HubSnapshot:
         return start[LENGTH_BYTES:stop]
 
     def _fetch_range(self, file: RemoteFile, start: int, stop: int) -> bytes:
-        """Fetch a range of a file's bytes, and read no more, whatever the server sends.
+        """Fetch a range of a file's bytes; never read more, even if the server sends more.
 
         huggingface_hub's `parse_safetensors_file_metadata` would read a whole shard of gigabytes
         from a server that ignores ranges, and doesn't check the header.
@@ -270,7 +274,7 @@ class HubSnapshot:
 
 
 def _progress_class(report: Callable[[int], object]) -> type:
-    """Make a progress bar class for huggingface_hub; only bytes are reported."""
+    """Make a silent progress bar class for huggingface_hub that calls `report` with bytes done."""
 
     class Counter(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
