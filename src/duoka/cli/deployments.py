@@ -89,7 +89,7 @@ def _measure(cases: list[Deployment], checkpoint: duoka.Checkpoint) -> None:
 
 
 def _report(bench: Bench, *, as_json: bool) -> None:
-    from duoka.tools.bench.deployments import command, recommend, title
+    from duoka.tools.bench.deployments import recommend, serve_command, title
 
     best, reasons = recommend(bench)
     if as_json:
@@ -99,7 +99,7 @@ def _report(bench: Bench, *, as_json: bool) -> None:
         console.print(_table(bench))
         console.print(*map(Text, reasons), sep="\n", soft_wrap=True)
         if best is not None:
-            words = ": ".join(filter(None, (title(best), command(best))))
+            words = ": ".join(filter(None, (title(best), serve_command(best))))
             console.print(Text(f"recommended: {words}", style="bold"), soft_wrap=True)
     if best is None:
         hint = "see the reason beside each deployment"
