@@ -167,7 +167,7 @@ def _plan_each(
         candidates = []
         for group in _candidate_subsets(fleet, count):
             on_group = replace(request, use_all=True, gpus=_format_gpus(request.gpus, fleet, group))
-            cases.append(_split(checkpoint, on_group, group, format_count(count, "GPU")))
+            candidates.append(_split(checkpoint, on_group, group, format_count(count, "GPU")))
         yield next((split for split in candidates if split.plans), candidates[0])
     yield from _replicas(checkpoint, request, fleet)
     if with_cpu:
