@@ -211,8 +211,8 @@ def read_request(
 
     The fleet is text if it names GPUs of this machine, which are detected later.
     """
-    # Cheap checks come first: options that are invalid on their own, declared GPUs, the model (may be
-    # a download), the model's context limit. This machine's GPUs are only detected for planning.
+    # Cheap checks come first: options that are invalid on their own, declared GPUs, then the model
+    # (maybe a download) and its context limit. GPUs of this machine are detected by the planner.
     request = PlanRequest(
         workload=read_workload(options, training),
         objective=choose("the objective", options.objective or "auto", OBJECTIVES),

@@ -181,9 +181,7 @@ def _serve_on_ray(
 
     options.refuse("plan_file", beside="--on ray", hint="each kind of node has a plan")
     bounds = read_bounds(options.replicas)
-    if (
-        model.model is not None and Path(model.model).is_dir()
-    ):  # the nodes' working directory differs
+    if model.model is not None and Path(model.model).is_dir():  # nodes have other directories
         model = replace(model, model=str(Path(model.model).absolute()))
     checkpoint, request, _ = planning.read_request(model, _with_paged_cache(options), to_run=True)
     connect()
