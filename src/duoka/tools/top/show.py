@@ -16,7 +16,7 @@ from .snapshot import GpuNow, GpuSnapshot
 
 _WIDEST_BAR = 78
 _LABEL_COLUMNS, _NUMBER_COLUMNS = 18, 9
-# Kinds of memory shown even if no process has any.
+# Kinds of memory that are shown even if they are empty.
 _ALWAYS = ("weights", "activations", "overhead")
 _MAX_OTHERS = 4
 
