@@ -113,6 +113,7 @@ def _bench_quality(
 def _measure_quality(
     file: Path, choice: BenchOptions, options: PlanOptions, model: ModelOptions
 ) -> Quality:
+    """Read the options, refuse bad ones before the download, and measure the perplexities."""
     usual = ["int8", "int4"] if choice.cache is None else []
     forms = [read_quantization(name, QUANTIZED) for name in choice.quantize or usual]
     cache = choose("cache", choice.cache or "dynamic", _CACHES)
@@ -141,6 +142,7 @@ def _measure_quality(
 
 
 def _print_quality(quality: Quality) -> None:
+    """Print a table of the scores, compared with the unquantized model."""
     unquantized, windows = quality.scores[0], quality.windows
     has_caches = any(score.cache != unquantized.cache for score in quality.scores)
     text_columns = ["weights"] + ["cache"] * has_caches
@@ -184,6 +186,7 @@ def _calibrate(gpus: str, as_json: bool) -> None:
 
 
 def _print_calibration(calibration: Calibration) -> None:
+    """Print a table of the GPU figures, and a line per link."""
     table = new_table(
         *("GPU", "outside", "GB/s", "TFLOPs", "fp32", "launch", "from host"),
         caption="outside: memory outside PyTorch's allocator; GB/s of GPU memory; TFLOPs in 16 "

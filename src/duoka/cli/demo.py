@@ -60,6 +60,7 @@ def _refuse_existing(keep: Path | None) -> None:
 
 
 def _run_demo(directory: Path) -> Demo:
+    """Run the demo with a status line; report each stage except the training steps."""
     # Waiting threads must not spin: if other programs use the CPU, training would take ten times as
     # long. OpenMP reads the variable when torch is first imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -76,6 +77,7 @@ def _run_demo(directory: Path) -> Demo:
 
 
 def _print_results(done: Demo) -> None:
+    """Print the plan, the answers and the measured memory."""
     from duoka.report.terminal import render_measured, render_plan
 
     console = stdout()

@@ -180,6 +180,7 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _print_message(message: str, hint: str | None) -> None:
+    """Print a message and its hint, without secrets and control characters."""
     console = stderr()
     for label, style, text in (("error:", "bold red", message), ("hint:", "bold", hint)):
         if text:
@@ -201,6 +202,7 @@ def _print_usage(error: Any) -> None:
 
 
 def _show_traceback(error: BaseException) -> None:
+    """Print the traceback of an error, without secrets and control characters."""
     try:
         text = "".join(traceback.format_exception(error))
     except (RecursionError, MemoryError):  # too many chained causes to format
@@ -220,4 +222,5 @@ def redact(text: str) -> str:
 
 
 def _replacement(match: re.Match[str]) -> str:
+    """Return the replacement of a secret: its prefix, and the "@" after a password in a URL."""
     return match[1] + _REDACTED + ("@" if match[0].endswith("@") else "")

@@ -57,6 +57,7 @@ def is_address(source: str) -> bool:
 
 
 def _read_source(source: str) -> Image:
+    """Read an image from a file, or download it from a URL."""
     from duoka.base.images import MOST_BYTES, decode_image, read_image
 
     if is_address(source):

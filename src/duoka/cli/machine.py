@@ -96,9 +96,11 @@ def _os_failure(error: OSError) -> MachineError | None:
 
 
 def _is_out_of_cpu_memory(error: BaseException) -> bool:
+    """Return True if torch's CPU allocator found no memory."""
     # torch raises a plain RuntimeError here, which only the allocator's name identifies.
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def _format_error(error: BaseException) -> str:
+    """Format an error as one line: its class and its text."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"

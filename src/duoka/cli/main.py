@@ -69,6 +69,7 @@ for command in _OF_A_MODEL + _OF_A_MACHINE:
 
 
 def _show_version(wanted: bool) -> None:
+    """Print the version and exit; a callback of --version."""
     if wanted:
         typer.echo(f"duoka {duoka.__version__}")
         raise typer.Exit

@@ -187,6 +187,7 @@ def _serve_on_ray(
     connect()
 
     def plan_for(fleet: duoka.Fleet, are_alike: bool) -> duoka.Plan:
+        """Plan a replica for the GPUs of a node."""
         with working():
             if are_alike and not request.use_all:  # one replica on as few GPUs as it needs
                 return plan_copies(checkpoint, request, fleet, 1, suggest=False).plans[0]

@@ -54,6 +54,8 @@ def answer_stream(pieces: Iterator[str], waiting: str) -> None:
 
 
 class _Console(Console):
+    """Console that escapes control characters and reports a broken pipe to `main`."""
+
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:

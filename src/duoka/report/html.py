@@ -50,6 +50,7 @@ def render_page(plan: Plan, explanation: Explanation | None = None) -> str:
 
 @cache
 def _template() -> Template:
+    """Load the template, with autoescaping and errors for undefined values."""
     environment = Environment(
         loader=PackageLoader(__package__, "."),
         autoescape=True,
@@ -63,6 +64,7 @@ def _template() -> Template:
 
 
 def _escape_controls(value: object) -> object:
+    """Replace control and bidirectional characters of a string by visible escapes."""
     return printable(value) if type(value) is str else value
 
 
@@ -164,6 +166,7 @@ def _gpu_name(device: Device) -> str:
 
 
 def _table(plan: Plan) -> dict[str, Any]:
+    """Return the memory of each GPU by kind: unit, headings and rows."""
     devices = plan.forecast.devices
     unit, divisor = unit_for(max(device.budget_bytes for device in devices))
     kinds = [kind for kind in KIND_FIELDS if any(device.kinds[kind] for device in devices)]
@@ -177,6 +180,7 @@ def _table(plan: Plan) -> dict[str, Any]:
 
 
 def _plan_reasons(plan: Plan, explanation: Explanation | None) -> Iterator[str]:
+    """Yield the plan's reasons; an explanation adds the objective and replaces the GPU count."""
     if explanation is None:
         yield from (reason.text for reason in plan.why)
         return
@@ -187,6 +191,7 @@ def _plan_reasons(plan: Plan, explanation: Explanation | None) -> Iterator[str]:
 
 
 def _gpu_reasons(explanation: Explanation) -> Iterator[tuple[str, list[str]]]:
+    """Yield for each GPU the sentences on its memory, and on fewer or more modules."""
     for share in explanation.shares:
         sentences = explain.explain_neighbors(explanation, share.device)
         yield share.device, [explain.describe_memory(share), *sentences]

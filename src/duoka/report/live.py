@@ -48,6 +48,8 @@ class LiveDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
+    """Content of one process's file."""
+
     devices: tuple[LiveDevice, ...]
 
 

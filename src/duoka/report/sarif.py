@@ -117,6 +117,7 @@ class _Log:
         return invocation | _if_any(toolExecutionNotifications=notifications)
 
     def _results(self) -> Iterator[_Json]:
+        """Yield a result for each fault, warning, and device over its budget."""
         for level, faults in (("error", self._report.faults), ("warning", self._report.warnings)):
             for fault in faults:
                 related = [*self._related_locations(fault)]
@@ -169,12 +170,14 @@ class _Log:
         return {"threadFlows": [{"locations": [{"location": step} for step in locations]}]}
 
     def _location(self, place: Place) -> _Json:
+        """Describe a place as a SARIF location."""
         physical = {"artifactLocation": self._artifact(place.file), "region": _region(place)}
         function = {"fullyQualifiedName": place.function, "kind": "function"}
         logical = _if_any(logicalLocations=[function] if place.function else [])
         return {"physicalLocation": physical, **logical}
 
     def _artifact(self, file: str) -> _Json:
+        """Describe a file by its URI: relative to the root if the file is below the root."""
         path = Path(file).resolve()
         if path.is_relative_to(self._root):
             return {"uri": quote(path.relative_to(self._root).as_posix()), "uriBaseId": _ROOT}
@@ -191,6 +194,7 @@ class _Log:
 
 
 def _notification(level: str, text: str) -> _Json:
+    """Build a notification of the run."""
     return {"level": level, "message": {"text": text}}
 
 
@@ -243,6 +247,7 @@ def _message(fault: Fault, related: list[_Json]) -> str:
 
 
 def _tensor_name(operand: Operand) -> str:
+    """Return the expression of an operand, or its argument name."""
     return operand.expression or operand.argument
 
 

@@ -84,10 +84,12 @@ def _device_key(name: str) -> int | str:
 
 
 def _format_dict(values: Mapping[int | str, int | str]) -> str:
+    """Format a dict as Python source, one entry per line."""
     return "\n".join(["{", *(f"    {key!r}: {value!r}," for key, value in values.items()), "}"])
 
 
 def _notes(plan: Plan, names: Convention) -> Iterator[str]:
+    """Yield the differences between the plan and accelerate."""
     yield from common.common_notes(plan)
     yield from common.source_note(plan)
     if names == "checkpoint":

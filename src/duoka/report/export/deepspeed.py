@@ -50,6 +50,7 @@ def boundaries(pipeline: LayerPipeline) -> list[int]:
 
 
 def _notes(plan: Plan, pipeline: LayerPipeline) -> Iterator[str]:
+    """Yield the differences between the plan and DeepSpeed."""
     yield from common.common_notes(plan, pipeline)
     yield (
         "PipelineModule has no parameter for boundaries: each stage becomes one layer, assigned "

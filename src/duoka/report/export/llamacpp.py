@@ -64,6 +64,7 @@ def export(plan: Plan, _profile: Profile | None) -> Export:
 
 
 def _notes(plan: Plan, pipeline: LayerPipeline) -> Iterator[str]:
+    """Yield the differences between the plan and llama.cpp."""
     yield from common.common_notes(plan, pipeline)
     yield (
         f"NOTE: {_FILE} is a placeholder for the model in GGUF format; the plan's sizes are for "

@@ -79,6 +79,7 @@ def _fractions(pipeline: LayerPipeline, sizes: Sequence[int], tokens: int) -> li
 def _notes(
     plan: Plan, pipeline: LayerPipeline, sizes: Sequence[int] | None, tokens: int
 ) -> Iterator[str]:
+    """Yield the differences between the plan and SGLang; `sizes` as in `_fractions`."""
     yield from common.common_notes(plan, pipeline)
     yield from common.source_note(plan)
     yield from common.bits_notes(plan, NAME)

@@ -66,6 +66,7 @@ def _stage_modules(plan: Plan) -> list[list[str]]:
 
 
 def _torch_notes(plan: Plan) -> Iterator[str]:
+    """Yield the differences between the plan and torch.distributed.pipelining."""
     yield from common.common_notes(plan)
     if plan.placement.entries[0][1] == plan.placement.entries[-1][1] and len(plan.devices) > 1:
         yield (
@@ -120,6 +121,7 @@ def titan_names(pipeline: LayerPipeline) -> list[list[str]]:
 
 
 def _titan_notes(plan: Plan, pipeline: LayerPipeline) -> Iterator[str]:
+    """Yield the differences between the plan and torchtitan."""
     yield from common.common_notes(plan, pipeline)
     yield (
         "torchtitan trains its own models, with modules called tok_embeddings, layers.N, norm and "

@@ -145,6 +145,7 @@ def _utilization_option(pipeline: LayerPipeline) -> list[tuple[str, str]]:
 
 
 def _notes(plan: Plan, command: VllmCommand, profile: Profile | None) -> Iterator[str]:
+    """Yield the differences between the plan and vLLM."""
     pipeline = command.pipeline
     yield from common.class_notes(plan, pipeline, NAME)
     yield from common.common_notes(plan, pipeline)

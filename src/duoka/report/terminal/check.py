@@ -81,6 +81,7 @@ class _View:
 
 
 def _verdict(report: CheckReport, *, ascii_only: bool) -> Text:
+    """Render the first line: model, code, devices, and the problems or the success."""
     sign, style = ("✓", "bold green") if report.ok else ("✗", "bold red")
     if ascii_only:
         sign = "ok:" if report.ok else "fails:"
@@ -97,6 +98,7 @@ def _verdict(report: CheckReport, *, ascii_only: bool) -> Text:
 
 
 def _warn_not_run(report: CheckReport) -> Iterator[Text]:
+    """Warn about code files of the checkpoint that were not run."""
     if report.not_run:
         files = words.join_words(report.not_run)
         verb = "was" if len(report.not_run) == 1 else "were"
@@ -108,6 +110,7 @@ def _warn_not_run(report: CheckReport) -> Iterator[Text]:
 
 
 def _problems(report: CheckReport) -> Iterator[str]:
+    """Yield each problem of the report as a short phrase."""
     if not report.complete:
         yield _describe_map(report.completeness)
     if report.stop is not None:
@@ -122,6 +125,7 @@ def _problems(report: CheckReport) -> Iterator[str]:
 
 
 def _describe_map(faults: Faults) -> str:
+    """Describe the errors of a device map: incomplete, or splitting modules."""
     names = (faults.missing, faults.unknown, faults.doubled, faults.misplaced)
     return "the map is incomplete" if any(names) else _SPLIT_MODULES
 
@@ -163,6 +167,7 @@ def _describe_stop(stop: Stop) -> str:
 
 
 def _render_stop(stop: Stop) -> RenderableType:
+    """Render the error that ended the run early, with its source lines."""
     heading = Text.assemble((f"{_describe_stop(stop)}: ", "bold red"), (stop.message, "bold"))
     inner: list[RenderableType] = []
     if stop.place is not None:
@@ -175,6 +180,7 @@ def _render_stop(stop: Stop) -> RenderableType:
 
 
 def _render_faults(report: CheckReport) -> Iterator[RenderableType]:
+    """Render all faults, then all warnings."""
     for name, style, faults in (
         ("fault", "bold red", report.faults),
         ("warning", "bold yellow", report.warnings),
@@ -185,6 +191,7 @@ def _render_faults(report: CheckReport) -> Iterator[RenderableType]:
 
 
 def _advice(report: CheckReport) -> Iterator[RenderableType]:
+    """Yield the next steps: --fix for faults, less memory for an exceeded budget."""
     hints = [_FIX] if report.faults else []
     if not report.fits:
         hints.append(
@@ -289,6 +296,7 @@ def _render_path(fault: Fault) -> Table:
 
 
 def _call_cells(call: CallSite, file: str) -> tuple[Text, Text, Text]:
+    """Return the cells of a call in the path: module, line, expression."""
     place = call.place
     line = f"line {place.line}" if place.file == file else words.format_place(place, brief=True)
     module = words.crop(call.module or "the model", _LONGEST_MODULE)
@@ -296,6 +304,7 @@ def _call_cells(call: CallSite, file: str) -> tuple[Text, Text, Text]:
 
 
 def _all_followups(fault: Fault) -> Iterator[Fault]:
+    """Yield the followups of a fault, and their followups."""
     for followup in fault.followups:
         yield followup
         yield from _all_followups(followup)
@@ -319,6 +328,7 @@ def _costs(report: CheckReport, *, is_wide: bool) -> Iterator[RenderableType]:
 
 
 def _memory_table(memory: Sequence[PeakMemory]) -> Iterator[RenderableType]:
+    """Render the peak memory as a table with a column per kind."""
     unit, divisor = unit_for(max(peak.allocated_bytes for peak in memory))
     kinds = list(dict.fromkeys(kind for peak in memory for kind in peak.kinds))
     kinds = [kind for kind in kinds if any(peak.kinds.get(kind) for peak in memory)]
@@ -339,6 +349,7 @@ def _memory_table(memory: Sequence[PeakMemory]) -> Iterator[RenderableType]:
 
 
 def _memory_list(memory: Sequence[PeakMemory]) -> Iterator[Text]:
+    """Render the peak memory as a list, for narrow terminals."""
     yield Text("peak memory", style="bold")
     for peak in memory:
         budget = "" if peak.budget_bytes is None else f" of {format_bytes(peak.budget_bytes)}"
@@ -362,6 +373,7 @@ def _peak_line(peak: PeakMemory) -> Text:
 
 
 def _render_transfers(report: CheckReport) -> RenderableType:
+    """Render the copies between devices as a table."""
     table = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(2):
         table.add_column()
@@ -375,6 +387,7 @@ def _render_transfers(report: CheckReport) -> RenderableType:
 
 
 def _render_syncs(report: CheckReport) -> RenderableType:
+    """Render the synchronizations, one line of code per line."""
     # Synchronizations on the same line are merged.
     counts: Counter[tuple[str, str, str]] = Counter()
     for sync in report.syncs:

@@ -32,6 +32,7 @@ def render_comparison(comparison: Comparison, names: tuple[str, str]) -> Rendera
 
 
 def _parts(comparison: Comparison, names: tuple[str, str]) -> Iterator[RenderableType]:
+    """Yield the differing facts, a table per device, the times and the moved modules."""
     if comparison.differences:
         rows = ((pair.what, pair.first, pair.second) for pair in comparison.differences)
         yield _table("differs", names, rows)
@@ -69,6 +70,7 @@ def _compare_bytes(device: DevicePair) -> Iterator[Sequence[str]]:
 
 
 def _compare_seconds(comparison: Comparison) -> Iterator[Sequence[str]]:
+    """Yield a row per time or speed with both values."""
     for name, *values in comparison.seconds:
         say = format_duration if name in _SECONDS else "{:,.1f}".format
         texts = ["unknown" if value is None else say(value) for value in values]
@@ -76,6 +78,7 @@ def _compare_seconds(comparison: Comparison) -> Iterator[Sequence[str]]:
 
 
 def _bytes_by_kind(forecast: StageBytes | None) -> dict[str, int]:
+    """Return the bytes of a device by kind; {} for an unused device."""
     if forecast is None:
         return {}
     return {
@@ -97,6 +100,7 @@ def _format_size(size: int | None, reference: int | None = None) -> str:
 
 
 def _render_moves(comparison: Comparison) -> Iterator[RenderableType]:
+    """Render the modules that moved between devices."""
     yield ""
     if comparison.moves is None:
         yield Text("the models have different modules, which can't be compared")

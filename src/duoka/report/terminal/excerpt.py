@@ -83,6 +83,7 @@ class Excerpt:
                 yield _with_margin(f"{'':{digits}} {bar} ", under)
 
     def _numbers(self, lines: Mapping[int, str]) -> list[int]:
+        """Return the shown line numbers: all, or the ends and marked lines of a long place."""
         first, last = self._place.line, _last_line(self._place)
         if last - first < _LONGEST:
             return sorted(lines)

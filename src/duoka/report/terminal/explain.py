@@ -254,6 +254,7 @@ def render_explanation(explanation: Explanation) -> RenderableType:
 
 
 def _parts(explanation: Explanation) -> Iterator[RenderableType]:
+    """Yield the sections: objective, each GPU, transfers and alternatives."""
     yield Text("why", style="bold")
     sentences = (*describe_objective(explanation), explain_gpu_count(explanation))
     yield from map(_indent, filter(None, sentences))

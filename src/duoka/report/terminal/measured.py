@@ -21,6 +21,7 @@ def render_measured(plan: Plan, measured: Measured) -> RenderableType:
 
 
 def _measured_parts(plan: Plan, measured: Measured) -> Iterator[RenderableType]:
+    """Yield the table of peaks, the speed, and a note if less context was used than planned."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("peak of")
     for name in ("allocated, measured", "forecast", "reserved, measured", "forecast"):

@@ -100,6 +100,7 @@ def _heading(plan: Plan) -> Text:
 
 
 def _table(plan: Plan) -> Table:
+    """Render the modules and memory of each GPU as a table."""
     unit, divisor = unit_for(max(device.budget_bytes for device in plan.forecast.devices))
     # Training has one more column: without the edges, names still fit in 80 columns.
     wide = plan.workload.training is None
@@ -127,6 +128,7 @@ def _table(plan: Plan) -> Table:
 
 
 def _list(plan: Plan) -> Group:
+    """Render the modules and memory of each GPU as a list, for narrow terminals."""
     rows: list[RenderableType] = []
     for device in plan.forecast.devices:
         rows.append(Text(device.device, style="bold"))
@@ -180,6 +182,7 @@ def _describe_emulation(plan: Plan) -> Iterator[Text]:
 
 
 def _budget_text(device: Device, asked_bytes: int) -> str:
+    """Describe how a GPU's budget results from its free memory; `asked_bytes` is --reserve."""
     offered = format_bytes(device.budget_bytes + device.reserve_bytes)
     if device.uuid:
         total = "" if device.memory_bytes is None else f" of {format_bytes(device.memory_bytes)}"
@@ -199,6 +202,7 @@ def _budget_text(device: Device, asked_bytes: int) -> str:
 
 
 def _bars(plan: Plan, columns: int, *, ascii_only: bool) -> Group:
+    """Render a bar per GPU, with lengths in proportion to its memory, and the legend."""
     devices = plan.forecast.devices
     label = max(len(device.device) for device in devices) + 1
     parts_of = [{**device.kinds, **unplanned_bytes(plan, device)} for device in devices]
@@ -356,6 +360,7 @@ def render_seconds(plan: Plan) -> Iterator[Text]:
 
 
 def _describe_speed(plan: Plan, seconds: Seconds) -> str:
+    """Describe the forecast speed of generation, or of a training step."""
     busy = f"{format_roughly(seconds.tokens_per_second)} tokens/s"
     if seconds.first_token_seconds is None:
         return f"step time: about {format_seconds(seconds.total_seconds)}, about {busy}"

@@ -199,6 +199,7 @@ def _form_name(form: str) -> str:
 
 
 def _read_file(file: Path) -> str:
+    """Read the text; UsageError if it is unreadable or not UTF-8."""
     try:
         return read_text(file, most_bytes=_MAX_FILE_BYTES)
     except (OSError, ValueError) as error:

@@ -152,5 +152,6 @@ def _skipped_tests(outcomes: Mapping[str, Mapping[str, Any]]) -> Iterator[Findin
 
 
 def _format_range(numbers: Sequence[float]) -> str:
+    """Format the lowest and the highest of some numbers."""
     lowest, highest = f"{min(numbers):.3g}", f"{max(numbers):.3g}"
     return lowest if lowest == highest else f"{lowest} to {highest}"

@@ -75,6 +75,7 @@ class Facts:
 
     @cached_property
     def _named_indices(self) -> set[int]:
+        """Indices of this machine's GPUs that ``--gpus`` names."""
         uuids = {gpu.uuid for gpu in self.fleet.devices} if self.gpus and self.fleet else ()
         return {gpu.gpu.index for gpu in self.present if gpu.part.uuid in uuids}
 

@@ -130,6 +130,7 @@ def check_state(facts: Facts) -> Iterator[Finding]:
 
 
 def _check_health(gpu: nvml.NvmlGpu) -> Iterator[Finding]:
+    """Report memory errors, memory repairs and throttling of a GPU."""
     if gpu.uncorrected_errors:
         text = f"{format_count(gpu.uncorrected_errors, 'memory error')} that were not corrected"
         meaning = (
@@ -159,6 +160,7 @@ def check_pcie(facts: Facts) -> Iterator[Finding]:
 
 
 def _check_lanes(gpu: nvml.NvmlGpu) -> Iterator[Finding]:
+    """Report a GPU that uses fewer PCIe lanes than it has."""
     lanes, all_lanes = gpu.pcie_lanes or 0, gpu.max_pcie_lanes or 0
     if lanes < all_lanes:
         meaning = f"copies of weights and activations take {all_lanes / lanes:.0f} times as long"

@@ -42,6 +42,7 @@ def csv_file(path: Path) -> Iterator[Callable[[GpuSnapshot], None]]:
 
 
 def _csv_row(moment: str, gpu: GpuNow) -> dict[str, Any]:
+    """Build the row of a GPU: memory by kind of all its duoka processes, then the GPU's fields."""
     stages = [process.measured for process in gpu.processes]
     shares = [p.busy_share for p in gpu.processes if p.busy_share is not None]
     return {

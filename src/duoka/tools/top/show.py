@@ -47,6 +47,7 @@ class View:
             yield Text("\n") + draw_legend(kinds, ascii_only=options.ascii_only)
 
     def _gpu(self, gpu: GpuNow, columns: int, *, ascii_only: bool) -> Iterator[Text]:
+        """Render a GPU: heading, bar, the processes' memory and other memory."""
         yield _heading(gpu)
         if gpu.others_bytes is not None and gpu.free_bytes is not None:
             stages = [process.measured.kinds for process in gpu.processes]
@@ -76,6 +77,7 @@ class View:
 
 
 def _heading(gpu: GpuNow) -> Text:
+    """Render the name of a GPU with its used memory and activity."""
     name = f"GPU {gpu.name}" if gpu.name.isdecimal() else gpu.name
     text = Text(f"\n{name} {gpu.product}".rstrip(), style="bold")
     facts = [gpu.trouble] if gpu.trouble else []
