@@ -73,7 +73,7 @@ def chat(
 
 
 def _converse(conversation: Conversation) -> None:
-    """Read and answer lines until the end of the input or /exit; Ctrl-C only stops an answer."""
+    """Answer lines until the end of the input or /exit; on a terminal Ctrl-C stops an answer."""
     is_person = sys.stdin.isatty() and sys.stdout.isatty()
     if is_person:
         with suppress(ImportError):

@@ -50,7 +50,7 @@ def demo(
 
 
 def _refuse_existing(keep: Path | None) -> None:
-    """Raise UsageError if the directory can't be created, or exists and is not empty."""
+    """Raise UsageError if `keep` can't be created, or exists and is no empty directory."""
     if keep is None:
         return
     if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):

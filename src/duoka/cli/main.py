@@ -163,7 +163,7 @@ def _invoke(arguments: list[str]) -> int:
 def _open_streams() -> int:
     """Open null for a closed stdin or stderr; return an exit code if stdout is closed, else 0."""
     # In the order of file descriptors: `open` takes the lowest free descriptor. Otherwise a file
-    # opened later, such as a checkpoint's, could become stdout and be overwritten by answers.
+    # opened later, such as a checkpoint's, could become a standard stream and be overwritten.
     if sys.stdin is None:
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115, PTH123
     if sys.stdout is None:

@@ -172,7 +172,7 @@ RunnablePlan = Annotated[
         *("images", "image_size", "max_context", "max_batch", "replicas", "serve", "sequences"),
     ),
 ]
-"""Options of `PlanOptions` for commands that run the model without images."""
+"""Options of `PlanOptions` for commands that run the planned model in one batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ The objective is throughput, or headroom if the speed of any GPU is unknown. A s
 the GPUs uses the fastest GPUs, or the largest ones if the model does not fit on the fastest. The
 deployment with replicas has as many replicas as fit. The recommendation is based on measurements if
 any deployment was measured, otherwise on forecasts. `quality` measures how quantization changes the
-answers; this module does not.
+answers.
 """
 
 from __future__ import annotations
