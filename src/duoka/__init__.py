@@ -1,6 +1,6 @@
 """Run large language models on several GPUs: plan, prove, load, serve, fine-tune.
 
-Every public name is imported on first use, so that the program starts at once and planning from a
+Public names are imported on first use, so that the program starts quickly and planning from a
 cached profile never imports torch.
 """
 
@@ -63,7 +63,7 @@ __all__ = [
     "tune",
 ]
 
-# Where the public names are defined.
+# Public names by the module that defines them.
 _NAMES = {
     "api.check": ("check",),
     "api.load": ("dispatch", "load", "lora_targets", "tokenizer"),

@@ -1,25 +1,25 @@
-"""Every error that duoka raises for a user's mistake or a machine's limit.
+"""Errors that duoka raises for mistakes of the user and limits of the machine.
 
 The tree, with the exit code that the command line returns for each::
 
-    DuokaError                  1   anything below, or an error without a better class
-    ├── UsageError              2   an option, size or combination that can't be understood
+    DuokaError                  1   base class, also for errors without a class of their own
+    ├── UsageError              2   an invalid option, size or combination of options
     ├── FleetError              3   a device that doesn't exist, or none at all
     ├── CheckpointError         4   a checkpoint that is missing, incomplete or damaged
     ├── ModelError              5   a model that can't be built or traced
     ├── PlacementError          6   a placement or device map with names missing, unknown, …
-    ├── InfeasibleError         7   nothing fits: carries the shortfall and the ways out
+    ├── InfeasibleError         7   nothing fits: with the missing bytes and suggestions that fit
     ├── ProofError              8   the plan failed on virtual GPUs, before a weight was read
-    ├── LoadError               9   what was loaded isn't what was expected
+    ├── LoadError               9   the loaded model differs from the expected one
     ├── FormatError            10   a plan or profile file of another version, or damaged
-    ├── VirtualDeviceError     11   what a virtual GPU can't do
-    ├── MachineError           12   what this machine refuses: disk, memory, libraries
-    │   └── GpuLostError       16   a GPU has failed, and what runs on it has to be started again
-    └── TrainingError          14   training that can't go on: a loss that is no number, …
+    ├── VirtualDeviceError     11   an operation that a virtual GPU does not support
+    ├── MachineError           12   a limit of this machine: disk, memory, libraries
+    │   └── GpuLostError       16   a GPU has failed; its processes must be started again
+    └── TrainingError          14   training that can't continue: a loss that is not finite, …
 
-A message says what went wrong, what was given, and the limit with its unit. `hint` says what to
-do next; the command line prints it on a line of its own. A library never exits: only `cli/`
-turns `exit_code` into the process's own.
+A message names the problem, the given value, and the limit with its unit. `hint` says what to do
+next; the command line prints it on its own line. Only `cli/` ends the process, with `exit_code`;
+the library just raises.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class DuokaError(Exception):
     Parameters
     ----------
     message : str
-        What went wrong, what was given, and the limit with its unit.
+        The problem, the given value, and the limit with its unit.
     hint : str, optional
-        What the reader can do about it, in one sentence.
+        What the user can do about the problem, in one sentence.
     """
 
     exit_code = 1
     param: str | None = None
-    """The field of a server's request that is wrong, where that is known."""
+    """Invalid field of an API request to the server; None if unknown or outside of the server."""
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -76,7 +76,7 @@ class ModelError(DuokaError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """Errors of a placement or a device map; every list is complete.
+    """Errors of a placement or a device map; every list names all errors of its kind.
 
     Parameters
     ----------
@@ -87,13 +87,13 @@ class Faults:
     doubled : tuple of str
         Entries or tensors with two devices.
     split : tuple of str
-        Modules that must stay whole and don't.
+        Modules on several devices that must stay whole.
     misplaced : tuple of str
-        Entries whose device isn't one, or isn't in the fleet.
+        Entries whose device is invalid or not in the fleet.
     nearest : mapping of str to tuple of str
-        For an unknown name the real names that are like it, best first.
+        For each unknown name the most similar names of the model, best first.
     completed : mapping of str to (int or str), optional
-        A complete device map that keeps what could be kept, where one could be made.
+        A complete device map that keeps the valid entries; None if none could be made.
     """
 
     missing: tuple[str, ...] = ()
@@ -114,9 +114,9 @@ class PlacementError(DuokaError):
     Parameters
     ----------
     message : str
-        The summary.
+        Summary of the errors.
     faults : Faults
-        All names at fault, which are attributes of the error as well: `missing`, `unknown`,
+        All invalid names. Its fields are also attributes of the error: `missing`, `unknown`,
         `doubled`, `split`, `misplaced`, `nearest`, `completed`.
     """
 
@@ -135,25 +135,25 @@ class PlacementError(DuokaError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WayOut:
-    """A suggestion: a changed request that fits, planned already.
+    """A suggestion: a changed request that has been planned and fits.
 
     Parameters
     ----------
     kind : str
-        What changes: "context", "chunk", "batch", "cache", "int8", "int4", "offload", "gpu",
+        Changed quantity: "context", "chunk", "batch", "cache", "int8", "int4", "offload", "gpu",
         "checkpointing", "optimizer", "rank", "lora", "nf4", or "map" (leave the device map out).
     text : str
-        The same for people.
+        The change as a phrase.
     loses : str
-        What is lost by it, for people; empty where nothing is.
+        The cost of the change as a phrase, such as a loss of quality; "" without a cost.
     options : tuple of str
-        Arguments of the command line: to add, or to put in the place of those that are there.
+        Command-line arguments to add, or to replace the options of the same name.
     without : tuple of str
-        Options to leave out.
+        Options to remove from the command line.
     context_tokens, batch, prefill_chunk_tokens : int
-        What is then run; no chunk where the prompt runs whole.
+        Workload of the changed request; the chunk is None if prefill is a single pass.
     num_gpus, free_bytes : int
-        GPUs that are used, and the least bytes of a budget that one of them does not reserve.
+        Number of GPUs in use, and the smallest unreserved part of a budget among them.
     """
 
     kind: str
@@ -169,7 +169,7 @@ class WayOut:
 
     @property
     def sentence(self) -> str:
-        """Return the text with the command that asks for it."""
+        """The text with the command-line options that make the change."""
         said = [" ".join(self.options)] if self.options else []
         said += [f"without {' '.join(self.without)}"] if self.without else []
         return f"{self.text} ({', '.join(said)})" if said else self.text
@@ -181,11 +181,11 @@ class InfeasibleError(DuokaError):
     Parameters
     ----------
     message : str
-        What was asked for and what is missing.
+        The request and the missing memory.
     shortfall_bytes : int
-        How many bytes are missing on the whole fleet, as a lower bound.
+        Lower bound of the bytes missing on the whole fleet.
     ways_out : sequence of WayOut
-        What would fit, cheapest for quality first.
+        Suggestions that fit, the smallest loss of quality first.
     """
 
     exit_code = 7
@@ -204,7 +204,7 @@ class InfeasibleError(DuokaError):
         self.ways_out = tuple(ways_out)
 
     def with_ways_out(self, ways: Iterable[WayOut], because: str = "") -> InfeasibleError:
-        """Return the same error with suggestions and the size of the model."""
+        """Return the same error with suggestions; `because` is appended to the message."""
         return InfeasibleError(
             f"{self}{because}",
             hint=self.hint,

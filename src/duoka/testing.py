@@ -1,4 +1,4 @@
-"""Assertions for tests of models: a model runs on several devices."""
+"""Assertion for tests: a model's code runs on several devices."""
 
 from __future__ import annotations
 
@@ -30,31 +30,32 @@ def assert_device_safe(
     Parameters
     ----------
     model : torch.nn.Module
-        It is run without its data, and left as it was.
+        The model. It runs without its weights' values, and is not changed.
     placement : Placement, Plan or mapping, optional
-        Where its modules are, as in `duoka.check`. Without one the model is split in several
-        ways: for each number of stages by bytes, and by number of parts. The parts are its
-        children in the order of registration, lists of modules element by element; as long as the
-        largest part holds more than its share of the bytes, its children take its place. The
-        elements of a list, such as decoder layers, stay whole, and so do parts that share weights.
+        Devices of the modules, as in `duoka.check`. By default the model is split in two ways for
+        each number of stages: into equal bytes, and into equal numbers of parts. The parts are the
+        model's children in the order of registration; a list of modules counts as its elements.
+        While the largest part has more than its share of the bytes, it is replaced by its children.
+        Elements of a list, such as decoder layers, stay whole; parts that share weights stay
+        together.
     inputs : mapping, tuple or callable, optional
-        Arguments of one call, or what runs the model; a model of transformers that generates
-        needs none.
+        Arguments of one call, or a function that runs the model. Generative models of transformers
+        need none.
     workload : Workload, optional
-        What such a model is asked to do.
+        Workload of a generative model without `inputs`.
     train : bool
-        Run the loss and backward.
+        Also run the loss and the backward pass.
     devices : int or sequence of int
-        Numbers of stages to split the model into; by default 2 and 3. A number of which the model
-        has too few parts is left out.
+        Numbers of stages to split the model into; by default 2 and 3. Numbers larger than the
+        number of parts are skipped.
 
     Raises
     ------
     AssertionError
-        If there is a fault, the map is incomplete, or the model's code stops: with the printed
-        report. Memory is held against a plan's budgets alone (`duoka.check` takes a fleet).
+        If there is a fault, the map is incomplete, the model's code stops, or a plan's budget is
+        exceeded; the message has the report. Budgets other than a plan's need `duoka.check`.
     UsageError
-        If the model can't be split, or nothing says how to run it.
+        If the model can't be split, or needs `inputs` to run.
 
     Examples
     --------
@@ -62,13 +63,13 @@ def assert_device_safe(
     >>> assert_device_safe(layers, inputs=(__import__("torch").zeros(1, 4),))
     """
     __tracebackhide__ = True
-    for split, trial in _placements(model, placement, devices):
+    for split, trial in _trial_placements(model, placement, devices):
         report = check(model, split, inputs, workload, train)
         if not report.ok:
             raise AssertionError(f"{trial}\n\n{render_plain(render_report(report))}")
 
 
-def _placements(
+def _trial_placements(
     model: nn.Module, placement: Where | None, devices: int | Sequence[int]
 ) -> Iterator[tuple[Where, str]]:
     """Yield the placements to try, with a description of each."""
@@ -84,11 +85,11 @@ def _placements(
             hint="give a placement: assert_device_safe(model, {'encoder': 0, 'head': 1}, …)",
         )
     for number, split in trials:
-        yield split, f"the model fails on {number} devices, split as {_shown(split)}"
+        yield split, f"the model fails on {number} devices, split as {_describe_split(split)}"
 
 
-def _shown(split: dict[str, int]) -> str:
-    """Return the first part of each stage, for the description."""
+def _describe_split(split: dict[str, int]) -> str:
+    """Describe a split by the first part of each stage."""
     first: dict[int, str] = {}
     for name, stage in split.items():
         first.setdefault(stage, name)

@@ -1,16 +1,16 @@
 """The command line: parse, call duoka's public functions, print.
 
-The answer goes to the standard output, everything else to the standard error. What needs torch is
-imported inside the commands, so that ``--help`` starts at once.
+Answers go to the standard output, everything else to the standard error. Modules that import torch
+are imported inside the commands, so that ``--help`` starts at once.
 
-- `main`: the program and its commands; `signals`, `errors`, `machine`: what ends it early
+- `main`: the program and its commands; `signals`, `errors`, `machine`: signals and error reports
 - `plan`, `check`, `generate`, `chat`, `serve`, `tune`, `plot`, `compare`, `gpus`, `doctor`, `top`,
-  `bench`, `demo`, `completion`: a command each
-- `deployments`: what `bench` tells of a model
-- `options`, `training_options`, `groups`: the options that commands share
-- `images`: pictures in files and at addresses on the web; `batch_file`: prompts in files
-- `planning`: from options to a plan; `replicas`, `suggestions`: several plans, other ways
-- `terminal`: what is printed and written
+  `bench`, `demo`, `completion`: one command each
+- `deployments`: the comparison of deployments by `bench`
+- `options`, `training_options`, `groups`: options shared by several commands
+- `images`: images from files and URLs; `batch_file`: files of prompts
+- `planning`: from options to a plan; `replicas`: plans of replicas; `suggestions`: alternatives
+- `terminal`: printed output and written files
 """
 
 import signal
@@ -18,7 +18,7 @@ import sys
 
 try:
     from .main import main
-except KeyboardInterrupt:  # the program was stopped while it started
+except KeyboardInterrupt:  # Ctrl-C during the imports
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stderr.write("stopped\n")
     raise SystemExit(130) from None

@@ -1,4 +1,4 @@
-"""``duoka generate --file``: every prompt of a file answered, many at a time, into another file."""
+"""``duoka generate --file``: answer all prompts of a file concurrently, into another file."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from duoka.engine import Engine
     from duoka.engine.batch import AnswerFile, BatchPrompt
 
-# At most so many are on their way at a time, where nobody says how many: over pages, of which there
-# are as many as fit, and as a batch, for which memory is kept whole.
-_MOST_REQUESTS = 64
-_MOST_AT_ONCE = 16
+# Default maximum of concurrent requests: with a paged KV cache, which fills the free memory, and
+# in a fixed batch, which reserves the memory of the whole context for each request.
+_MAX_PAGED_REQUESTS = 64
+_MAX_BATCH = 16
 
 
 def answer_file(
     path: Path, out: Path, model: ModelOptions, options: PlanOptions, answering: AnswerOptions
 ) -> None:
-    """Answer the prompts of a file that have no answer yet."""
+    """Answer the prompts of file `path` that have no answer in file `out` yet."""
     sampling = answering.sampling()
     say_import("torch")
     from duoka.engine import Engine, SamplingParams
     from duoka.engine.batch import AnswerFile, read_prompts, unanswered
 
     prompts = read_prompts(path, answering.system)
-    requests, batch = (min(most, len(prompts)) for most in (_MOST_REQUESTS, _MOST_AT_ONCE))
+    requests, batch = (min(most, len(prompts)) for most in (_MAX_PAGED_REQUESTS, _MAX_BATCH))
     plan, checkpoint, why_not = planning.find_plan_for_requests(
         model, options, requests=requests, batch=batch
     )
@@ -49,17 +49,17 @@ def answer_file(
             f"({format_count(plan.workload.batch, 'prompt')} at a time)"
         )
     plan, opened, reader = planning.open_model(plan, checkpoint)
-    for prompt in prompts:  # before anything is loaded; a token has a byte at least
+    for prompt in prompts:  # before loading; a token has at least one byte
         text = prompt.messages[-1].content
         if len(text.encode()) > plan.workload.prompt_tokens:
             reader.check([reader.plain(text)])
     params = SamplingParams.recommended(opened.checkpoint.generation_config, **sampling)
     with AnswerFile(out, prompts) as answers:
-        left = list(unanswered(prompts, answers))
+        todo = list(unanswered(prompts, answers))
         note(
-            f"{format_count(len(prompts) - len(left), 'prompt')} of {len(prompts)} already answered"
+            f"{format_count(len(prompts) - len(todo), 'prompt')} of {len(prompts)} already answered"
         )
-        if left:
+        if todo:
             with heard_by(note):
                 engine = Engine(
                     plan,
@@ -69,27 +69,27 @@ def answer_file(
                     opened=opened,
                 )
             with engine:
-                failed = _answer(engine, left, answers, params)
+                failed = _answer(engine, todo, answers, params)
             if failed:
-                note(f"{failed} of {format_count(len(left), 'prompt')} have no answer")
+                note(f"{failed} of {format_count(len(todo), 'prompt')} have no answer")
                 raise typer.Exit(1)
 
 
 def _answer(engine: Engine, prompts: list[BatchPrompt], answers: AnswerFile, params: Any) -> int:
-    """Answer prompts, and write each answer at its end; return the number of failures."""
+    """Answer prompts, and write each answer when it is complete; return the number of failures."""
     begin, tokens, failed = time.monotonic(), 0, 0
     busy_before = engine.busy_seconds()
     requests = ((prompt, prompt.messages) for prompt in prompts)
 
     def format_speed(seconds: float) -> str:
-        """Format the tokens per second, and the share of the time in which each GPU computed."""
+        """Format the tokens per second, and the busy share of each GPU."""
         shares = ", ".join(
             f"{device} {(total - busy_before[device]) / seconds:.0%}"
             for device, total in engine.busy_seconds().items()
         )
         return f"{tokens / seconds:,.0f} tokens/s{f'; busy: {shares}' if shares else ''}"
 
-    with _bar(len(prompts)) as advance:
+    with _progress_bar(len(prompts)) as advance:
         for prompt, outcome in engine.as_completed(requests, lambda key: key.sampling(params)):
             if isinstance(outcome, Exception):
                 if not isinstance(outcome, DuokaError) or engine.failure is outcome:
@@ -110,8 +110,8 @@ def _answer(engine: Engine, prompts: list[BatchPrompt], answers: AnswerFile, par
 
 
 @contextmanager
-def _bar(total: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar on a terminal; elsewhere nothing."""
+def _progress_bar(total: int) -> Iterator[Callable[[str], None]]:
+    """Show a progress bar on a terminal; yield a function that advances it with a description."""
     counts = TextColumn("answering"), BarColumn(), MofNCompleteColumn()
     speeds = TextColumn("{task.description}"), TimeRemainingColumn()
     with Progress(*counts, *speeds, console=stderr(), disable=not stderr().is_terminal) as bar:

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from duoka.hardware.calibration import Calibration
     from duoka.tools.bench.quality import Quality
 
-_MEASURED: tuple[Cache, ...] = ("dynamic", "int8")
+_CACHES: tuple[Cache, ...] = ("dynamic", "int8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions(OptionGroup):
-    """Options of measurement."""
+    """Options of `duoka bench`."""
 
     forecast: bool = flag("Run nothing; print the forecast of each deployment.")
     cpu: bool = flag("Also run the model on the CPU.")
@@ -53,7 +53,7 @@ class BenchOptions(OptionGroup):
     cache: str | None = option(
         "KIND",
         "With --quality: int8 measures an 8-bit KV cache; with --quantize also both together.",
-        values=_MEASURED,
+        values=_CACHES,
     )
     json: bool = flag("Print the measurements as JSON.")
 
@@ -97,7 +97,7 @@ def bench(
 def _bench_quality(
     file: Path, choice: BenchOptions, options: PlanOptions, model: ModelOptions
 ) -> None:
-    """Measure the cost of quantization, and print it."""
+    """Measure the perplexity with and without quantization, and print it."""
     hint = "use `duoka bench MODEL` without it to compare deployments"
     choice.refuse("forecast", "cpu", "calibrate", beside="--quality", hint=hint)
     options.refuse("new_tokens", "sequences", beside="--quality", hint=hint)
@@ -113,12 +113,13 @@ def _bench_quality(
 def _measure_quality(
     file: Path, choice: BenchOptions, options: PlanOptions, model: ModelOptions
 ) -> Quality:
+    """Read the options, refuse bad ones before the download, and measure the perplexities."""
     usual = ["int8", "int4"] if choice.cache is None else []
     forms = [read_quantization(name, QUANTIZED) for name in choice.quantize or usual]
-    cache = choose("cache", choice.cache or "dynamic", _MEASURED)
+    cache = choose("cache", choice.cache or "dynamic", _CACHES)
     context = None if options.context is None else parse_tokens(options.context)
     dtype = read_dtype(options.dtype or "auto")
-    try:  # before anything of a model is downloaded
+    try:  # before the model is downloaded
         file.open("rb").close()
     except OSError as error:
         raise UsageError(
@@ -141,6 +142,7 @@ def _measure_quality(
 
 
 def _print_quality(quality: Quality) -> None:
+    """Print a table of the scores, compared with the unquantized model."""
     unquantized, windows = quality.scores[0], quality.windows
     has_caches = any(score.cache != unquantized.cache for score in quality.scores)
     text_columns = ["weights"] + ["cache"] * has_caches
@@ -165,6 +167,7 @@ def _print_quality(quality: Quality) -> None:
 
 
 def _calibrate(gpus: str, as_json: bool) -> None:
+    """Measure the GPUs, print the figures, and report the file they were saved in."""
     fleet = duoka.Fleet.parse(gpus)
     with working():
         say_import("torch")
@@ -183,6 +186,7 @@ def _calibrate(gpus: str, as_json: bool) -> None:
 
 
 def _print_calibration(calibration: Calibration) -> None:
+    """Print a table of the GPU figures, and a line per link."""
     table = new_table(
         *("GPU", "outside", "GB/s", "TFLOPs", "fp32", "launch", "from host"),
         caption="outside: memory outside PyTorch's allocator; GB/s of GPU memory; TFLOPs in 16 "
@@ -194,18 +198,19 @@ def _print_calibration(calibration: Calibration) -> None:
         table.add_row(
             gpu.product,
             format_bytes(gpu.overhead_bytes),
-            _number(gpu.memory_bytes_per_second, 1e9),
-            _number(gpu.flops_per_second, 1e12),
-            _number(gpu.float32_flops_per_second, 1e12),
-            f"{_number(gpu.launch_seconds, 1e-6)} µs",
-            "–" if from_host is None else _number(from_host, 1e9),
+            _scaled(gpu.memory_bytes_per_second, 1e9),
+            _scaled(gpu.flops_per_second, 1e12),
+            _scaled(gpu.float32_flops_per_second, 1e12),
+            f"{_scaled(gpu.launch_seconds, 1e-6)} µs",
+            "–" if from_host is None else _scaled(from_host, 1e9),
         )
     stdout().print(table)
     for link in calibration.links:
-        speed, latency = _number(link.bytes_per_second, 1e9), _number(link.latency_seconds, 1e-6)
+        speed, latency = _scaled(link.bytes_per_second, 1e9), _scaled(link.latency_seconds, 1e-6)
         text = f"{link.source} → {link.target}  {speed} GB/s, {latency} µs"
         stdout().print(text, markup=False, soft_wrap=True)
 
 
-def _number(value: float, unit: float) -> str:
+def _scaled(value: float, unit: float) -> str:
+    """Format a value in a unit with three significant digits."""
     return f"{value / unit:.3g}"

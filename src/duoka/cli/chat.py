@@ -30,8 +30,8 @@ _HELP = """\
 Lines that are pasted together are one question, as is text between \"\"\" and \"\"\".
 Ctrl-C stops a generation."""
 _BLOCK = '"""'
-# So soon the next line of a paste is there.
-_PASTE_SECONDS = 0.05
+# The next line of a paste arrives within this time.
+_PASTE_WAIT_SECONDS = 0.05
 _IMAGE = "/image"
 _PlanWithImages = Annotated[
     PlanOptions, all_but(PlanOptions, "max_context", "max_batch", "replicas")
@@ -68,15 +68,16 @@ def chat(
     with planning.load_engine(plan, opened, options, answering.adapter) as engine:
         conversation = Conversation(engine, reader, params, system=system)
         conversation.show(*images)
-        _talk(conversation)
+        _converse(conversation)
     planning.tell_measured(plan, measured(conversation.answers, engine.peaks()))
 
 
-def _talk(conversation: Conversation) -> None:
+def _converse(conversation: Conversation) -> None:
+    """Answer lines until the end of the input or /exit; on a terminal Ctrl-C stops an answer."""
     is_person = sys.stdin.isatty() and sys.stdout.isatty()
     if is_person:
         with suppress(ImportError):
-            import readline  # input() edits lines with it
+            import readline  # importing it gives input() line editing
 
             readline.parse_and_bind("set enable-bracketed-paste on")
         stderr().print("/help shows the commands, /exit quits")
@@ -84,16 +85,19 @@ def _talk(conversation: Conversation) -> None:
     while goes_on:
         try:
             line = _read_prompted() if is_person else _read()
-            goes_on = _turn(conversation, line, is_stoppable=is_person)
+            goes_on = _handle(conversation, line, is_stoppable=is_person)
         except KeyboardInterrupt:
             if not is_person:
                 raise
             stderr().print("\n/exit quits")
-            signals.forget()  # not before: an impatient second Ctrl-C would end the program
+            signals.forget()  # only now: earlier, a second Ctrl-C would end the program
 
 
-def _turn(conversation: Conversation, line: str | None, *, is_stoppable: bool = False) -> bool:
-    """Carry out a line; return False at the end of the conversation."""
+def _handle(conversation: Conversation, line: str | None, *, is_stoppable: bool = False) -> bool:
+    """Answer a question or run a command; return False to end the conversation.
+
+    `line` is None at the end of the input. If `is_stoppable`, Ctrl-C stops the answer.
+    """
     if line is None or line == "/exit":
         return False
     if line == "/clear":
@@ -102,7 +106,7 @@ def _turn(conversation: Conversation, line: str | None, *, is_stoppable: bool = 
     elif line == "/help":
         stderr().print(_HELP)
     elif line == _IMAGE or line.startswith(f"{_IMAGE} "):
-        _show(conversation, line.removeprefix(_IMAGE).strip())
+        _add_image(conversation, line.removeprefix(_IMAGE).strip())
     elif line.startswith("/") and line[1:].isalpha():
         stderr().print(f"{line} is not a command; /help lists the commands", markup=False)
     elif line:
@@ -117,7 +121,8 @@ def _turn(conversation: Conversation, line: str | None, *, is_stoppable: bool = 
     return True
 
 
-def _show(conversation: Conversation, name: str) -> None:
+def _add_image(conversation: Conversation, name: str) -> None:
+    """Add an image file to the next question; print an error if that fails."""
     from duoka.base.images import read_image
 
     try:
@@ -138,32 +143,33 @@ def _show(conversation: Conversation, name: str) -> None:
 
 
 def _read_prompted() -> str | None:
-    """Read typed or pasted lines; None at the end of the input."""
+    """Read a typed line or all lines of a paste; None at the end of the input."""
     try:
         lines = [input("> ")]
     except EOFError:
         sys.stdout.write("\n")
         return None
     with suppress(EOFError):
-        while select.select([sys.stdin], [], [], _PASTE_SECONDS)[0]:
+        while select.select([sys.stdin], [], [], _PASTE_WAIT_SECONDS)[0]:
             lines.append(input())
     return _with_block("\n".join(lines), partial(input, "… "))
 
 
 def _read() -> str | None:
-    """Read a line or a block of a file or pipe; None at its end."""
+    """Read a line or a block from a file or pipe; None at its end."""
     line = read_stdin(line=True)
     return _with_block(line, _next_line) if line else None
 
 
 def _next_line() -> str:
+    """Read a line of the standard input; raise EOFError at its end, as input() does."""
     if line := read_stdin(line=True):
         return line
     raise EOFError
 
 
 def _with_block(text: str, read: Callable[[], str]) -> str:
-    """Return the text, with the lines up to the end of a block that it begins."""
+    """Return the text; if it opens a block, read the following lines up to its end."""
     text = text.strip()
     if not text.startswith(_BLOCK):
         return text
@@ -175,16 +181,17 @@ def _with_block(text: str, read: Callable[[], str]) -> str:
 
 
 def _answer(conversation: Conversation, question: str) -> None:
+    """Answer a question on the standard output, and report messages dropped from the context."""
     forgotten = conversation.num_forgotten
     try:
         refuse_damaged(question)
         with closing(conversation.ask(question)) as pieces:
             answer_stream(pieces, "reading the question")
     except UsageError as error:
-        # A question that is too long is no reason to leave.
+        # For example the question is too long: the conversation continues.
         errors.print_error(error)
         return
-    except OutOfMemory as error:  # nor is this: the next question may be a shorter one
+    except OutOfMemory as error:  # a shorter question may still fit
         errors.report(error, debug=False, arguments=sys.argv[1:])
         return
     if conversation.num_forgotten > forgotten:

@@ -1,4 +1,4 @@
-"""``duoka check``: every device fault in a model's own code, found without a GPU, and cured."""
+"""``duoka check``: every device fault in a model's own code, found without a GPU, and fixed."""
 
 from __future__ import annotations
 
@@ -35,17 +35,18 @@ if TYPE_CHECKING:
     from duoka.checker.fix import Repairs
     from duoka.report.check_report import CheckReport
 
-_TRAINING_TOKENS = "1"  # a workload answers at least one
+_TRAINING_TOKENS = "1"  # the minimum of a workload; training generates none
 _DIRECTORY = Path("duoka-fixed")
 _THEME = "ansi_dark"
 _fix = partial(flag, panel="Fixing")
+# Fields of the option groups that `duoka check` has.
 _PLAN = ("gpus", "plan_file", "device_map", "context", "new_tokens", "batch", "dtype", "quantize")
 _RUN = "train", "lora_rank", "lora_target", "gradient_checkpointing", "image"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRun(TrainingOptions):
-    """The training and the pictures to check."""
+    """Options of the training and the images to check the model with."""
 
     train: str | None = option(
         "METHOD",
@@ -62,7 +63,7 @@ class CheckedRun(TrainingOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportOutput(NamesOption):
-    """The outputs besides the printed report."""
+    """Options for output besides the printed report."""
 
     json: bool = flag("Print the report as JSON.")
     sarif: Path | None = option(
@@ -74,7 +75,7 @@ class ReportOutput(NamesOption):
     )
 
     def check(self) -> None:
-        """Refuse unwritable files, before the work."""
+        """Refuse unwritable files before the check runs."""
         if self.convention != "model" and self.save_device_map is None:
             raise UsageError("--names needs --save-device-map", hint="add --save-device-map FILE")
         check_file(self.sarif, "the SARIF log")
@@ -83,11 +84,11 @@ class ReportOutput(NamesOption):
     def write(
         self, report: CheckReport, checkpoint: duoka.Checkpoint, work: duoka.Workload
     ) -> None:
-        """Write the files."""
+        """Write the checked device map and the SARIF log, if their options are given."""
         if self.save_device_map is not None:
             entries = () if report.subject is None else report.subject.entries
             device_map = report.completeness.completed or dict(entries)
-            # Its own code has its own names already.
+            # If the checkpoint's own code ran, the map already has the checkpoint's names.
             if self.convention == "checkpoint" and not checkpoint.builds_own_model:
                 names = published_names(find_or_trace(checkpoint, work).outline)
                 device_map = {names.get(name, name): at for name, at in device_map.items()}
@@ -103,7 +104,7 @@ class ReportOutput(NamesOption):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixOptions(OptionGroup):
-    """The options of repairs."""
+    """Options of --fix."""
 
     fix: bool = _fix("Find the smallest changes that fix the faults, prove them, and show them.")
     in_place: bool = _fix("With --fix: change the files in place, if the change is proved.")
@@ -126,11 +127,11 @@ class FixOptions(OptionGroup):
 
     @property
     def _directory(self) -> Path | None:
-        """The place of changed copies; None where the files themselves change."""
+        """Directory for changed copies of the files; None if the files are changed in place."""
         return None if self.in_place else self.output or _DIRECTORY
 
     def write(self, repairs: Repairs) -> None:
-        """Write the changes, and say where."""
+        """Write the changed files, and report their paths."""
         from duoka.checker.fix import apply, apply_in_place
 
         if self._directory is None:
@@ -141,15 +142,15 @@ class FixOptions(OptionGroup):
             note(f"saved to {file}")
 
     def cures(self, report: CheckReport, repairs: Repairs) -> bool:
-        """Return True if the checked files changed and are without faults."""
+        """Return True if --in-place changed the files and no problem of the report remains."""
         faults = report.completeness
-        # What had to stay whole had to because of the faults.
+        # `faults.split` is ignored: those modules had to stay whole because of the fixed faults.
         is_named = not (faults.missing or faults.unknown or faults.doubled or faults.misplaced)
         is_well = is_named and report.fits and report.stop is None
         return self.in_place and is_well and repairs.proved
 
     def print(self, repairs: Repairs, console: Console) -> None:
-        """Show the changes with their proofs, and the remaining faults."""
+        """Print each change as a diff with its verdict, and the faults without a fix."""
         if not repairs and not repairs.uncured:
             console.print("nothing to fix: the check found no fault in the model's code")
         for patch in repairs:
@@ -174,7 +175,7 @@ class FixOptions(OptionGroup):
 
 
 def _repairs_to_dict(repairs: Repairs) -> dict[str, Any]:
-    """Return the additions to a report's JSON form."""
+    """Return the keys that --fix adds to the JSON form of a report."""
     return {
         "patches": [
             {"file": it.file, "diff": it.diff, "proved": it.proved, "reason": it.reason}
@@ -215,9 +216,9 @@ def check(
     how_to_train = run.read()
     sizes = [options.image_size or IMAGE_SIZE] * (options.images or 0)
     images = [picture_size(text) for text in (*(run.image or ()), *sizes)]
-    if options.images:  # its placement is that of a prompt with pictures: see `duoka.check`
+    if options.images:  # `duoka.check` gets `images`, and plans for them
         options = replace(options, images=None, image_size=None)
-    arguments = _arguments(model, options, how_to_train)
+    arguments = _check_arguments(model, options, how_to_train)
     with working():
         say_import("torch")
         train = how_to_train or False
@@ -227,7 +228,7 @@ def check(
         from duoka.report.terminal import render_report
 
         stdout().print(render_report(report, advice=not fixes.fix))
-    repairs = _repair(report) if fixes.fix else None
+    repairs = _search_repairs(report) if fixes.fix else None
     if output.json:
         print_json(report.to_dict() | ({} if repairs is None else _repairs_to_dict(repairs)))
     if repairs is not None:
@@ -238,34 +239,34 @@ def check(
         raise typer.Exit(NOT_OK)
 
 
-def _repair(report: CheckReport) -> Repairs:
-    """Find changes and prove them; nothing is written yet."""
+def _search_repairs(report: CheckReport) -> Repairs:
+    """Search for changes and prove them; no file is written yet."""
     from duoka.checker.fix import repair
 
     with working("searching a fix, and proving it" if report.faults else ""):
         return repair(report)
 
 
-def _arguments(
+def _check_arguments(
     model: ModelOptions, options: PlanOptions, training: Training | None
 ) -> dict[str, Any]:
-    """Return the arguments of `duoka.check`; cheap refusals precede the import of torch."""
+    """Return the arguments of `duoka.check`, after the refusals that don't need torch."""
     if options.plan_file is not None:
         plan, _ = planning.find_plan(model, options)
         checkpoint = planning.open_checkpoint(replace(model, model=model.model or plan.source))
         return {"model": checkpoint, "placement": plan, "workload": plan.workload}
     if training is not None:
-        planning.read_workload(options, training)  # refuses what a plan refuses
+        planning.read_workload(options, training)  # refuses the options that `duoka plan` refuses
     device_map, gpus = planning.read_device_map(options), options.gpus or planning.ALL_GPUS
     planning.read_fleet(gpus)
     checkpoint = planning.open_checkpoint(model)
     fleet = None
     if options.gpus is not None or device_map is None:
         fleet = fleet_for(duoka.Fleet.parse(gpus), device_map)
-    if training is not None:  # all tokens of the context are the prompt's, but for one
+    if training is not None:  # the prompt gets all tokens of the context but one
         options = replace(options, new_tokens=_TRAINING_TOKENS)
     workload = planning.read_workload(options, limit=checkpoint.max_context_tokens)
-    workload_for(checkpoint, workload)  # what it refuses is refused before torch is imported
+    workload_for(checkpoint, workload)  # called for its refusals, before torch is imported
     native_training(checkpoint, training)
     planning.say_quantization(options.quantize, workload)
     return {
@@ -277,7 +278,7 @@ def _arguments(
 
 
 def _refuse_unwritable(directory: Path) -> None:
-    """Refuse an unwritable directory, before the check."""
+    """Raise UsageError if a directory can't be created or written."""
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UsageError(

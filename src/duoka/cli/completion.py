@@ -1,4 +1,4 @@
-"""``duoka completion``: a shell completes duoka's commands, options and their values."""
+"""``duoka completion``: shell completion of commands, options and their values."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typer import completion as typers
 
 from .groups import with_groups
 
-_typers: Any = typers  # some of it comes from modules without public names
+_typers: Any = typers  # typed as Any: some names come from private modules
 _VARIABLE = "_DUOKA_COMPLETE"
-"""What a shell's script sets where it asks for words; the typer of each version has its form."""
+"""Variable that the shell's script sets to request completions; its value depends on Typer."""
 
 
 class Shell(StrEnum):
-    """The shells with a script."""
+    """Shells that a completion script exists for."""
 
     BASH = "bash"
     ZSH = "zsh"
@@ -43,11 +43,11 @@ def completion(
 
 
 def completed(program: Any) -> int | None:
-    """Answer a shell's request for words, with an exit code; None without a request."""
+    """Answer a completion request of a shell; return the exit code, or None without a request."""
     instruction = os.environ.get(_VARIABLE)
     if instruction is None:
         return None
-    os.environ["COLUMNS"] = "1000"  # a word and its help are a line, which must not be wrapped
+    os.environ["COLUMNS"] = "1000"  # a completion and its help are one line, not wrapped
     _typers.completion_init()
     code: int = _typers.shell_complete(program, {}, "duoka", _VARIABLE, instruction)
     return code

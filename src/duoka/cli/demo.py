@@ -1,4 +1,4 @@
-"""``duoka demo``: train a small model, plan, prove, load and ask it."""
+"""``duoka demo``: train a small model, plan, prove and load it, and ask it questions."""
 
 from __future__ import annotations
 
@@ -35,21 +35,22 @@ def demo(
 
     [bold]duoka demo[/] --keep demo-model
     """
-    _check_new(keep)
-    # In a scratch directory first: a half-made directory is never taken for a checkpoint.
+    _refuse_existing(keep)
+    # Built in a scratch directory, so that an interrupted demo leaves no incomplete checkpoint.
     with tempfile.TemporaryDirectory(
         prefix=".duoka-demo-", suffix=".partial", dir=None if keep is None else keep.parent
     ) as scratch:
         checkpoint = Path(scratch) / "chatglm3-demo"
-        done = _run(checkpoint)
+        done = _run_demo(checkpoint)
         if keep is not None:
             checkpoint.rename(keep)
-    _show(done)
+    _print_results(done)
     if not done.is_right:
         raise DuokaError("the model's answers differ from its training data")
 
 
-def _check_new(keep: Path | None) -> None:
+def _refuse_existing(keep: Path | None) -> None:
+    """Raise UsageError if `keep` can't be created, or exists and is no empty directory."""
     if keep is None:
         return
     if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
@@ -58,9 +59,10 @@ def _check_new(keep: Path | None) -> None:
         check_file(keep, "the checkpoint")
 
 
-def _run(directory: Path) -> Demo:
-    # Waiting threads must not spin: beside other work on the machine, training would take ten times
-    # as long. torch's threads read this when torch is first imported.
+def _run_demo(directory: Path) -> Demo:
+    """Run the demo with a status line; report each stage except the training steps."""
+    # Waiting threads must not spin: if other programs use the CPU, training would take ten times as
+    # long. OpenMP reads the variable when torch is first imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     console = stderr()
     with console.status("starting") as status:
@@ -74,7 +76,8 @@ def _run(directory: Path) -> Demo:
         return run_demo(directory, report=report)
 
 
-def _show(done: Demo) -> None:
+def _print_results(done: Demo) -> None:
+    """Print the plan, the answers and the measured memory."""
     from duoka.report.terminal import render_measured, render_plan
 
     console = stdout()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def bench_deployments(choice: BenchOptions, options: PlanOptions, model: ModelOptions) -> None:
-    """Plan and run each deployment, and report; after Ctrl-C report the results so far."""
+    """Plan and run all deployments, and print a table; after Ctrl-C print the results so far."""
     runs = not choice.forecast
     served = replace(options, serve=True)
     checkpoint, request, fleet = planning.read_request(model, served, to_run=runs)
@@ -41,7 +41,7 @@ def bench_deployments(choice: BenchOptions, options: PlanOptions, model: ModelOp
         runs = False
     with working():
         if choice.calibrate:
-            fleet = _calibrated(fleet, request.gpus)
+            fleet = _calibrate_fleet(fleet, request.gpus)
         from duoka.tools.bench.deployments import plan_deployments
 
         forms = ["none", *(read_quantization(name, QUANTIZED) for name in choice.quantize or ())]
@@ -51,14 +51,17 @@ def bench_deployments(choice: BenchOptions, options: PlanOptions, model: ModelOp
         return
     cases = list(bench.deployments)
     try:
-        _measure(cases, checkpoint)
+        _measure_planned(cases, checkpoint)
     finally:
         bench = replace(bench, deployments=tuple(cases))
         _report(bench, as_json=choice.json)
 
 
-def _calibrated(fleet: Fleet, gpus: str) -> Fleet:
-    """Measure the fleet, keep the figures of real GPUs, and return the fleet with these speeds."""
+def _calibrate_fleet(fleet: Fleet, gpus: str) -> Fleet:
+    """Measure the GPUs of a fleet, and return the fleet with the measured speeds.
+
+    Figures of real GPUs are saved for later plans.
+    """
     say_import("torch")
     from duoka.tools.bench.calibrate import calibrate
 
@@ -73,8 +76,8 @@ def _calibrated(fleet: Fleet, gpus: str) -> Fleet:
     )
 
 
-def _measure(cases: list[Deployment], checkpoint: duoka.Checkpoint) -> None:
-    """Run each planned deployment, and put the measurement in its place."""
+def _measure_planned(cases: list[Deployment], checkpoint: duoka.Checkpoint) -> None:
+    """Run each planned deployment, and replace it in the list by its measured copy."""
     with working():
         say_import("torch")
         from duoka.tools.bench.deployments import title
@@ -89,7 +92,8 @@ def _measure(cases: list[Deployment], checkpoint: duoka.Checkpoint) -> None:
 
 
 def _report(bench: Bench, *, as_json: bool) -> None:
-    from duoka.tools.bench.deployments import command, recommend, title
+    """Print the deployments and the recommendation; InfeasibleError if none is usable."""
+    from duoka.tools.bench.deployments import recommend, serve_command, title
 
     best, reasons = recommend(bench)
     if as_json:
@@ -99,7 +103,7 @@ def _report(bench: Bench, *, as_json: bool) -> None:
         console.print(_table(bench))
         console.print(*map(Text, reasons), sep="\n", soft_wrap=True)
         if best is not None:
-            words = ": ".join(filter(None, (title(best), command(best))))
+            words = ": ".join(filter(None, (title(best), serve_command(best))))
             console.print(Text(f"recommended: {words}", style="bold"), soft_wrap=True)
     if best is None:
         hint = "see the reason beside each deployment"
@@ -107,6 +111,7 @@ def _report(bench: Bench, *, as_json: bool) -> None:
 
 
 def _table(bench: Bench) -> Table:
+    """Build the table: a row per deployment, measurements above forecasts in parentheses."""
     sizes = [gpu["forecast_bytes"] for case in bench.deployments for gpu in case.memory()]
     unit, divisor = unit_for(max(sizes, default=0))
     work = bench.workload
@@ -119,14 +124,15 @@ def _table(bench: Bench) -> Table:
     )
     table.add_column(unit)
     for case in bench.deployments:
-        pairs = zip(_cells(case.measured), _cells(case.forecast), strict=True)
+        pairs = zip(_format_rates(case.measured), _format_rates(case.forecast), strict=True)
         cells = ["\n".join([now, f"({then})" * bool(then)]).strip() or "–" for now, then in pairs]
-        memory = Text("\n".join(filter(None, [case.trouble, *_memory(case, divisor)])))
+        memory = Text("\n".join(filter(None, [case.trouble, *_format_memory(case, divisor)])))
         table.add_row(f"{case.name}\n{case.weights}", *cells, memory)
     return table
 
 
-def _cells(rates: Rates | None) -> list[str]:
+def _format_rates(rates: Rates | None) -> list[str]:
+    """Format the rates for the columns of the table; "" for unknown rates."""
     from duoka.tools.bench.deployments import Rates, format_speed
 
     rates = rates or Rates()
@@ -137,7 +143,8 @@ def _cells(rates: Rates | None) -> list[str]:
     return [cell or "" for cell in cells]
 
 
-def _memory(case: Deployment, divisor: int) -> Iterator[str]:
+def _format_memory(case: Deployment, divisor: int) -> Iterator[str]:
+    """Format the measured and forecast reserved memory of each device."""
     for gpu in case.memory():
         measured, forecast = gpu["measured_bytes"], gpu["forecast_bytes"]
         size = "" if measured is None else f" {measured / divisor:.1f}"

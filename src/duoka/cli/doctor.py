@@ -64,7 +64,7 @@ def doctor(
         planning.read_fleet(options.gpus)
     facts = None
     if model.model is not None:
-        facts = tool.ModelFacts(model.model, partial(_plan, model.model, options))
+        facts = tool.ModelFacts(model.model, partial(_plan_model, model.model, options))
     with working("checking this machine"):
         diagnosis = tool.diagnose(options.gpus, facts)
     if bundle is not None:
@@ -72,19 +72,20 @@ def doctor(
     if json:
         print_json({"severity": diagnosis.severity, **to_dict(diagnosis)})
     else:
-        _print(diagnosis)
+        _print_diagnosis(diagnosis)
     if diagnosis.severity in _CODES:
         raise typer.Exit(_CODES[diagnosis.severity])
 
 
-def _plan(model: str, options: PlanOptions) -> duoka.Plan:
-    """Plan a model as `duoka plan` does, without a progress display of its own."""
+def _plan_model(model: str, options: PlanOptions) -> duoka.Plan:
+    """Plan a model as `duoka plan` does, without its progress messages."""
     checkpoint = duoka.Checkpoint.open(model)
     workload = planning.read_workload(options, limit=checkpoint.max_context_tokens)
     return duoka.plan(checkpoint, options.gpus or planning.ALL_GPUS, workload)
 
 
-def _print(diagnosis: Diagnosis) -> None:
+def _print_diagnosis(diagnosis: Diagnosis) -> None:
+    """Print the findings as a table per group, and a summary line."""
     console = stdout()
     for group, checks in groupby(diagnosis.checks, key=lambda check: check.group):
         table = Table.grid(padding=(0, 1))
@@ -93,21 +94,22 @@ def _print(diagnosis: Diagnosis) -> None:
         for check in checks:
             for finding in check.findings:
                 style = _STYLES[finding.severity]
-                table.add_row(Text(finding.severity, style), _text(check.name, finding))
+                table.add_row(Text(finding.severity, style), _render_finding(check.name, finding))
         if table.row_count:
             console.print(Text(group, "bold"))
             console.print(Padding(table, (0, 0, 1, 1)))
     console.print(_summary(diagnosis), soft_wrap=True)
 
 
-def _text(name: str, finding: Finding) -> Text:
-    """Render a finding: a line, and its meaning and advice if any."""
+def _render_finding(name: str, finding: Finding) -> Text:
+    """Render a finding: its text, then its meaning and advice on lines of their own."""
     meaning = f"\n{finding.meaning}" if finding.meaning else ""
     advice = f"\n→ {finding.advice}" if finding.advice else ""
     return Text.assemble((f"{name}: ", "dim"), finding.text, (meaning, "dim"), advice)
 
 
 def _summary(diagnosis: Diagnosis) -> str:
+    """Count the findings by severity."""
     counts = Counter(finding.severity for check in diagnosis.checks for finding in check.findings)
     texts = [format_count(counts[kind], kind) for kind in ("error", "warning", "note")]
     return f"{', '.join(texts)}; {counts['ok']} ok"

@@ -23,20 +23,20 @@ from . import machine, signals, suggestions
 from .terminal import stderr
 
 NOT_OK = 13
-"""A check found something; no error, since that is what it is for."""
+"""Exit code if a check found faults: a result of the command, not an error."""
 WARNED = 15
-"""The doctor found nothing worse than warnings."""
+"""Exit code if the doctor found warnings and no errors."""
 DEFECT = 70
 BROKEN_PIPE = 141
-_SIGNALLED = 128  # and the signal's number, as shells have it
+_SIGNAL_BASE = 128  # plus the signal's number, as in shells
 
-# Typer's error for options it can't read. It has had this class from Click or, later, a copy of
-# Click of its own; only its subclass has a public name in both.
+# Click's UsageError, which Typer raises for invalid options. Older versions of Typer use Click,
+# later ones a vendored copy; only the subclass BadParameter has the same public name in both.
 _WRONG_OPTIONS: Any = typer.BadParameter.__bases__[0]
 
 
-# What transformers, vLLM, SGLang, llama.cpp and peft call what duoka has.
-_PEERS = {
+# Names that transformers, vLLM, SGLang, llama.cpp and peft use for options of duoka.
+_OTHER_TOOLS_OPTIONS = {
     "--quantize nf4": "load-in-4bit use-4bit",
     "--quantize int8": "load-in-8bit use-8bit",
     "--quantize": "quantization quantization-bit",
@@ -50,29 +50,29 @@ _PEERS = {
     "--sequences": "max-num-seqs max-running-requests",
 }
 
-# Tokens and passwords must not be shown, wherever they got into a text: whoever reports an error
-# copies it into a public place.
-_SHOWN = "***"
-_ENVIRONMENT = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-_SHORTEST = 8  # a shorter value, such as "0", would be found everywhere
+# Tokens and passwords must not be printed, whatever text contains them: users paste errors into
+# public issues.
+_REDACTED = "***"
+_TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+_MIN_TOKEN_LENGTH = 8  # a shorter value, such as "0", occurs in every text
 
-# Each keeps its first group, and replaces what follows.
+# Patterns of secrets. The first group is kept, the rest of the match is replaced.
 _PATTERNS = [
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
-        # Tokens of the Hub, and of the services that commonly lie in the same environment.
+        # Tokens of the Hub, and of services whose tokens are often in the same environment.
         r"\b((?-i:hf_|api_org_|ghp_))[A-Za-z0-9]{12,}",
         r"\b((?-i:github_pat_|glpat-|sk-))[A-Za-z0-9_-]{16,}",
-        # Headers, as they are written into logs and as Python prints them: 'Authorization': 'Bea…'
+        # Headers in logs or as Python prints a dict: 'Authorization': 'Bearer …'
         r"((?:proxy-)?authorization['\"]?\s*[:=]\s*b?['\"]?(?:(?:bearer|basic|token)\s+)?)"
         r"[^\s'\",}]+",
         r"(\bbearer\s+)[A-Za-z0-9._~+/=-]{8,}",
         r"((?:set-)?cookie['\"]?\s*[:=]\s*b?['\"]?)[^\r\n'\"]+",
-        # Addresses: https://user:password@host, and signed ones.
+        # URLs: https://user:password@host, and presigned query parameters.
         r"(\b[a-z][a-z0-9+.-]*://)[^\s/@'\"]+@",
         r"([?&;](?:[\w.-]*(?:token|signature|credential|secret|password|api_?key)|policy|sig|key)=)"
         r"[^\s&;'\"<>]+",
-        # What a person or a library writes: token=…, "password": "…"
+        # Assignments in code, JSON or logs: token="…", "password": "…"
         r"(\b(?:\w*_)?(?:token|secret|password|api_?key)['\"]?\s*[:=]\s*b?['\"])[^'\"\s]+",
     )
 ]
@@ -81,43 +81,43 @@ _PATTERNS = [
 def report(error: BaseException, *, debug: bool, arguments: Sequence[str] = ()) -> int:
     """Report an error on the standard error; return the exit code.
 
-    A user's mistake is told in one message, and so is what the machine refuses. Anything
-    unexpected is a defect, told with its traceback; `debug` shows the traceback of every error.
-    Tokens and passwords are left out of all of it. `arguments` are what the program was called
-    with: what would fit instead is told by them.
+    Mistakes of the user and limits of the machine are reported as one message. Any other error is a
+    defect, reported with its traceback; `debug` adds the traceback for every error. Tokens and
+    passwords are removed. `arguments` is the command line, from which the commands of suggestions
+    are built.
     """
-    # What ended the program, in this order: its own exit, a signal (whatever error a library made
-    # of it), a wrong option, a mistake or a limit that duoka names, what is known of the machine
-    # and its GPUs, and all else: a defect.
+    # Possible causes in order of precedence: the program's own exit; a signal (even if a library
+    # turned it into another error); a wrong option; a DuokaError; a known failure of the machine or
+    # a GPU; anything else is a defect.
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     _add_suggestions(error, arguments)
-    signum = _signal_of(error)
-    cause = error if signum is not None else _expected(error)
-    code = _code(cause) if signum is None else _SIGNALLED + signum
-    # When the terminal has gone, nobody can be told; the exit code is still right.
+    signum = _causing_signal(error)
+    cause = error if signum is not None else _explain_error(error)
+    code = _exit_code(cause) if signum is None else _SIGNAL_BASE + signum
+    # If the terminal is closed, nothing can be printed; the exit code is still right.
     try:
         if code == DEFECT or (debug and not isinstance(error, _WRONG_OPTIONS | BrokenPipeError)):
             _show_traceback(error)
         if signum is not None:
             stderr().print("stopped", highlight=False)
         else:
-            _tell(cause)
+            _print_cause(cause)
     except (OSError, ValueError):
         if signum is None and getattr(error, "errno", None) == errno.EIO:
-            return _SIGNALLED + signal.SIGHUP  # it comes with that, and may come a little later
+            return _SIGNAL_BASE + signal.SIGHUP  # EIO means a closed terminal; SIGHUP may follow
     return code
 
 
 def _add_suggestions(error: BaseException, arguments: Sequence[str]) -> None:
-    """Write what would fit instead as commands into the hint of a memory shortage."""
-    # Searched only here: the engine that ran out of memory has ended by now, and a library that
-    # catches the error shouldn't pay for a search.
+    """Set the hint of a memory shortage to suggestions that fit, as commands to paste."""
+    # The search runs only here: the engine that ran out of memory has ended by now, and a caller
+    # that catches the error in Python should not wait for a search.
     if isinstance(error, OutOfMemory):
-        with suppress(Exception):  # whatever a search among wreckage meets, the error is told
+        with suppress(Exception):  # report the original error even if the search fails
             look_for_ways(error, plan_request)
     if isinstance(error, InfeasibleError | OutOfMemory) and error.ways_out:
-        from .main import app  # which imports this module
+        from .main import app  # imported here: `main` imports this module
 
         known = suggestions.options_of(typer.main.get_command(app), arguments)
         columns = stderr().width
@@ -130,9 +130,10 @@ def print_error(error: DuokaError) -> None:
     _print_message(f"{error}", error.hint)
 
 
-def _tell(error: BaseException) -> None:
+def _print_cause(error: BaseException) -> None:
+    """Print an error by its class: nothing for a broken pipe, usage, message or defect."""
     if isinstance(error, BrokenPipeError):
-        # The interpreter's own flush at exit then goes nowhere, instead of failing once more.
+        # The interpreter flushes stdout at exit; redirected to null, this flush doesn't fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif isinstance(error, _WRONG_OPTIONS):
         _print_usage(error)
@@ -145,8 +146,8 @@ def _tell(error: BaseException) -> None:
         )
 
 
-def _signal_of(error: BaseException) -> int | None:
-    """Return the signal behind an error, also if a library raised another error."""
+def _causing_signal(error: BaseException) -> int | None:
+    """Return the signal that caused an error, even if a library turned it into another; or None."""
     if isinstance(error, signals.Terminated):
         return error.signum
     if isinstance(error, KeyboardInterrupt | typer.Abort):
@@ -154,11 +155,11 @@ def _signal_of(error: BaseException) -> int | None:
     return signals.stopped_by()
 
 
-def _expected(error: BaseException) -> BaseException:
-    """Return the error for refusals of the machine and its GPUs; others as they are."""
+def _explain_error(error: BaseException) -> BaseException:
+    """Return a MachineError for a known failure of the machine or a GPU, else the same error."""
     if isinstance(error, DuokaError | BrokenPipeError | _WRONG_OPTIONS):
         return error
-    if torch := sys.modules.get("torch"):  # what isn't loaded can't have raised what is looked for
+    if torch := sys.modules.get("torch"):  # without torch no GPU error is possible
         from duoka.runtime.lost_gpu import find_lost_gpu
 
         if isinstance(error, getattr(torch, "OutOfMemoryError", ())):
@@ -169,7 +170,8 @@ def _expected(error: BaseException) -> BaseException:
     return machine.explain(error) or error
 
 
-def _code(error: BaseException) -> int:
+def _exit_code(error: BaseException) -> int:
+    """Return the exit code of an error that was not caused by a signal."""
     if isinstance(error, BrokenPipeError):
         return BROKEN_PIPE
     if isinstance(error, _WRONG_OPTIONS):
@@ -178,6 +180,7 @@ def _code(error: BaseException) -> int:
 
 
 def _print_message(message: str, hint: str | None) -> None:
+    """Print a message and its hint, without secrets and control characters."""
     console = stderr()
     for label, style, text in (("error:", "bold red", message), ("hint:", "bold", hint)):
         if text:
@@ -186,11 +189,12 @@ def _print_message(message: str, hint: str | None) -> None:
 
 
 def _print_usage(error: Any) -> None:
+    """Print an error of Typer, with duoka's option if another tool's name was used."""
     command = "duoka" if error.ctx is None else error.ctx.command_path
     hint = f"`{command} --help` lists its options"
     option_name = getattr(error, "option_name", "").lstrip("-").replace("_", "-")
     options = set() if error.ctx is None else {o for p in error.ctx.command.params for o in p.opts}
-    for option, peers in _PEERS.items():
+    for option, peers in _OTHER_TOOLS_OPTIONS.items():
         if option_name in peers.split() and option.split()[0] in options:
             hint = f"the option here is {option}; {hint}"
             break
@@ -198,23 +202,25 @@ def _print_usage(error: Any) -> None:
 
 
 def _show_traceback(error: BaseException) -> None:
+    """Print the traceback of an error, without secrets and control characters."""
     try:
         text = "".join(traceback.format_exception(error))
-    except (RecursionError, MemoryError):  # a chain of causes that is too long to be told
+    except (RecursionError, MemoryError):  # too many chained causes to format
         text = "".join(traceback.format_exception_only(error))
     sys.stderr.write(printable(redact(text)))
 
 
 def redact(text: str) -> str:
-    """Return a text without tokens and passwords."""
-    for name in _ENVIRONMENT:
+    """Replace tokens and passwords in a text by asterisks."""
+    for name in _TOKEN_VARIABLES:
         value = os.environ.get(name, "").strip()
-        if len(value) >= _SHORTEST:
-            text = text.replace(value, _SHOWN)
+        if len(value) >= _MIN_TOKEN_LENGTH:
+            text = text.replace(value, _REDACTED)
     for pattern in _PATTERNS:
         text = pattern.sub(_replacement, text)
     return text
 
 
 def _replacement(match: re.Match[str]) -> str:
-    return match[1] + _SHOWN + ("@" if match[0].endswith("@") else "")
+    """Return the replacement of a secret: its prefix, and the "@" after a password in a URL."""
+    return match[1] + _REDACTED + ("@" if match[0].endswith("@") else "")

@@ -1,4 +1,4 @@
-"""``duoka generate``: answer given prompts, alone or in a batch."""
+"""``duoka generate``: answer prompts from options, files or a pipe."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOptions(OptionGroup):
-    """The prompts, and the form of the output."""
+    """Options for the prompts and the form of the output."""
 
     prompt: list[str] | None = option(
         "TEXT",
@@ -44,7 +44,7 @@ class PromptOptions(OptionGroup):
     json: bool = flag("Print the answers as JSON.")
 
     def questions(self) -> list[str]:
-        """Read all texts, in the order of their kinds; the standard input without any other."""
+        """Read the texts of --prompt, then of --prompt-file; without both, the standard input."""
         prompts, files = self.prompt or [], self.prompt_file or []
         if not prompts and not files and not sys.stdin.isatty():
             prompts = ["-"]
@@ -89,11 +89,11 @@ def generate(
     cat question.txt | [bold]duoka generate[/] ./chatglm3-6b --prompt - --temperature 0.8
     """
     if prompts.file is not None or prompts.out is not None:
-        file, out = _files(prompts, pictures)
+        file, out = _batch_files(prompts, pictures)
         answer_file(file, out, model, options, answering)
         return
     if not model.model and options.plan_file is None:
-        planning.open_checkpoint(model)  # which refuses it, before a question is read
+        planning.open_checkpoint(model)  # refuses the missing model, before stdin is read
     sampling = answering.sampling()
     questions = prompts.questions()
     if options.batch is None and options.plan_file is None:
@@ -117,7 +117,7 @@ def generate(
     for ids in tokens:
         reader.check([ids])
     with planning.load_engine(plan, opened, options, answering.adapter) as engine:
-        answers = _answer(engine, tokens, params, prompts)
+        answers = _generate_answers(engine, tokens, params, prompts)
     if prompts.json:
         _print_answers(plan, questions, answers, measured(answers, engine.peaks()))
         return
@@ -126,8 +126,8 @@ def generate(
     planning.tell_measured(plan, measured(answers, engine.peaks()))
 
 
-def _files(prompts: PromptOptions, pictures: ImageOptions) -> tuple[Path, Path]:
-    """Return the files of prompts and answers; UsageError for other prompts beside them."""
+def _batch_files(prompts: PromptOptions, pictures: ImageOptions) -> tuple[Path, Path]:
+    """Return --file and --out; UsageError if one is missing or other prompts are given."""
     if prompts.file is None or prompts.out is None:
         raise UsageError(
             "--file and --out must be given together",
@@ -139,12 +139,12 @@ def _files(prompts: PromptOptions, pictures: ImageOptions) -> tuple[Path, Path]:
     return prompts.file, prompts.out
 
 
-def _answer(
+def _generate_answers(
     engine: Engine, tokens: list[list[int]], params: SamplingParams, prompts: PromptOptions
 ) -> list[Completion]:
-    """Answer all prompts; show a single answer during generation.
+    """Answer all prompts; a single answer is printed during generation, unless as JSON.
 
-    A continued text keeps its leading white space.
+    Leading and trailing white space is removed, except with --raw.
     """
     from duoka.engine.conversation import strip_start
 
@@ -163,6 +163,7 @@ def _answer(
 def _print_answers(
     plan: duoka.Plan, questions: Sequence[str], answers: Sequence[Completion], took: Measured
 ) -> None:
+    """Print the answers with their prompts, token counts and measurements as JSON."""
     answered = [
         {
             "prompt": question,

@@ -34,11 +34,12 @@ def gpus(
         return
     console = stdout()
     console.print(_table(present))
-    for line in (*_remarks(present), *_links(ways)):
+    for line in (*_describe_use(present), *_describe_links(ways)):
         console.print(line, markup=False, soft_wrap=True)
 
 
 def _table(present: Sequence[PresentGpu]) -> Table:
+    """Build the table of GPUs; an unusable GPU has no memory to plan for."""
     table = new_table("--gpus", "torch", "GPU", "memory", "free", "to plan for", num_text_columns=3)
     for gpu in present:
         budget = None if gpu.trouble else gpu.budget_bytes
@@ -48,7 +49,7 @@ def _table(present: Sequence[PresentGpu]) -> Table:
     return table
 
 
-def _remarks(present: Sequence[PresentGpu]) -> Iterator[str]:
+def _describe_use(present: Sequence[PresentGpu]) -> Iterator[str]:
     """Describe other processes on each GPU, and unusable GPUs."""
     for gpu in present:
         for process in gpu.processes:
@@ -58,7 +59,7 @@ def _remarks(present: Sequence[PresentGpu]) -> Iterator[str]:
             yield f"{gpu.name} can't be used: {gpu.trouble.reason}"
 
 
-def _links(ways: Sequence[tuple[str, str, Way]]) -> Iterator[str]:
+def _describe_links(ways: Sequence[tuple[str, str, Way]]) -> Iterator[str]:
     """Describe the links between GPUs, grouped by kind, the most common kind last."""
     pairs_by_way: dict[Way, list[str]] = {}
     for source, target, way in ways:

@@ -1,8 +1,8 @@
 """Groups of options: dataclasses whose fields are options of a command.
 
-A command takes a group as one parameter, and Typer sees each field as an option of its own. So an
-option is declared once, for all commands that have it. A tuple beside a group in `Annotated` names
-the fields that the command has, in its order.
+A command takes a group as one parameter; Typer sees each field as a separate option. Therefore an
+option is declared once for all commands that have it. `Annotated[Group, ("gpus", "context")]`
+selects the fields that a command has, in this order; without a tuple it has all fields.
 """
 
 from __future__ import annotations
@@ -23,25 +23,28 @@ Command = Callable[..., None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionGroup:
-    """Base of all groups."""
+    """Base class of option groups."""
 
     def given_options(self, *names: str) -> list[str]:
-        """Return the given options among some fields, as on the command line; 0 is a value."""
+        """Return the options of the named fields that were given, such as "--gpus"."""
         by_name = {item.name: item for item in fields(self)}
         return [_option_names(by_name[name])[0] for name in names if is_given(getattr(self, name))]
 
     def refuse(self, *names: str, beside: str, hint: str) -> None:
-        """Raise UsageError if any option of some fields is given."""
+        """Raise UsageError if an option of the named fields is given.
+
+        `beside` names the option or mode that excludes them.
+        """
         refuse_beside(self.given_options(*names), beside, hint)
 
 
 def is_given(value: object) -> bool:
-    """Return True if an option was given, by its value; 0 is a value."""
+    """Return True if an option's value shows that it was given; 0 and "" count as given."""
     return value is not None and value is not False and value != []
 
 
 def refuse_beside(options: Sequence[str], what: str, hint: str) -> None:
-    """Raise UsageError if there are any options."""
+    """Raise UsageError if `options` is not empty; `what` excludes them."""
     if options:
         raise UsageError(f"{', '.join(options)} can't be given with {what}", hint=hint)
 
@@ -55,10 +58,10 @@ def option(
     values: Sequence[str] = (),
     **settings: Any,
 ) -> Any:
-    """Declare a field of a group: an option with a value, by default None.
+    """Declare an option with a value as a field of a group; the default is None.
 
-    It has the field's name, unless it has `names`. Shells complete it with `values`, and where
-    there are none with files.
+    The option is named after the field unless `names` are given. Shells complete its value with
+    `values`, or with files if there are no `values`.
     """
 
     def complete(incomplete: str) -> list[str]:
@@ -70,19 +73,19 @@ def option(
 
 
 def flag(text: str, *, panel: str | None = None, names: tuple[str, ...] = ()) -> Any:
-    """Declare a field of a group: a flag."""
+    """Declare a flag as a field of a group; the default is False."""
     declare = partial(typer.Option, help=text, rich_help_panel=panel)
     return field(default=False, metadata={"declare": declare, "names": names})
 
 
 def argument(metavar: str, text: str) -> Any:
-    """Declare a field of a group: an optional argument."""
+    """Declare an optional positional argument as a field of a group; the default is None."""
     declare = partial(typer.Argument, metavar=metavar, help=text, show_default=False)
     return field(default=None, metadata={"declare": declare})
 
 
 def all_but(group: Any, *names: str) -> tuple[str, ...]:
-    """Return the fields of a group but for some."""
+    """Return the names of a group's fields except the given names."""
     return tuple(item.name for item in fields(group) if item.name not in names)
 
 
@@ -90,13 +93,13 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of ever
 
 
 def with_groups(command: Command) -> Command:
-    """Flatten the groups of a command for Typer, and add ``--debug``."""
-    # Typer reads a command's signature. So the wrapper gets one of its own, in which each group is
-    # replaced by its fields; when it is called, the values go back into their groups:
+    """Replace a command's groups by their options for Typer, and add ``--debug``."""
+    # Typer reads a command's signature. The wrapper `call` therefore gets a signature in which each
+    # group is replaced by its fields; when called, it puts the values back into their groups:
     #
-    #     def plan(options: PlanOptions, model: ModelOptions)             what is written
-    #     def call(*, gpus, context, …, model, revision, …, debug)        what Typer sees
-    #     plan(options=PlanOptions(gpus=…, …), model=ModelOptions(…))     what is called
+    #     def plan(options: PlanOptions, model: ModelOptions)             the command as written
+    #     def call(*, gpus, context, …, model, revision, …, debug)        the signature for Typer
+    #     plan(options=PlanOptions(gpus=…, …), model=ModelOptions(…))     the call of the command
     hints = typing.get_type_hints(command, include_extras=True)
     groups: dict[str, tuple[Any, tuple[str, ...]]] = {}
     options: list[inspect.Parameter] = []
@@ -105,7 +108,7 @@ def with_groups(command: Command) -> Command:
         if is_dataclass(group):
             names = next((note for note in rest if isinstance(note, tuple)), all_but(group))
             groups[parameter.name] = group, names
-            options += _options(group, names)
+            options += _parameters_of(group, names)
         else:
             options.append(_keyword(parameter.name, parameter.default, hints[parameter.name]))
     options.append(_keyword("debug", False, Debug))
@@ -123,7 +126,8 @@ def with_groups(command: Command) -> Command:
     return call
 
 
-def _options(group: Any, names: tuple[str, ...]) -> Iterator[inspect.Parameter]:
+def _parameters_of(group: Any, names: tuple[str, ...]) -> Iterator[inspect.Parameter]:
+    """Yield a keyword parameter, with its Typer declaration, for each named field of a group."""
     hints = typing.get_type_hints(group)
     by_name = {item.name: item for item in fields(group)}
     for name in names:
@@ -134,6 +138,7 @@ def _options(group: Any, names: tuple[str, ...]) -> Iterator[inspect.Parameter]:
 
 
 def _option_names(item: Field[Any]) -> tuple[str, ...]:
+    """Return the names of a field's option on the command line."""
     return item.metadata.get("names") or (f"--{item.name.replace('_', '-')}",)
 
 

@@ -1,7 +1,7 @@
-"""Pictures of the command line: files, and addresses on the web.
+"""Images given on the command line, as files or URLs.
 
-Only the command's own options fetch from the web; text of a chat never does. Bytes, redirects and
-seconds of silence are limited.
+Only options of a command download images; text of a chat never does. The number of bytes, the
+number of redirects and the time without data are limited.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .terminal import working
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_WEB = ("http://", "https://")
+_URL_PREFIXES = ("http://", "https://")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageOptions(OptionGroup):
-    """The pictures of a question."""
+    """Option for the images of a prompt."""
 
     image: list[str] | None = option(
         "FILE|URL",
@@ -31,12 +31,15 @@ class ImageOptions(OptionGroup):
     )
 
     def read(self) -> tuple[Image, ...]:
-        """Read the pictures, in their order."""
-        return tuple(_read(source) for source in self.image or ())
+        """Read or download the images, in the order given."""
+        return tuple(_read_source(source) for source in self.image or ())
 
 
 def with_images(options: PlanOptions, images: tuple[Image, ...]) -> PlanOptions:
-    """Return options that plan for the pictures, unless options or a saved plan already do."""
+    """Return options that plan for these images.
+
+    Explicit --images and --image-size are kept, and a saved plan is not changed.
+    """
     if not images or options.plan_file is not None:
         return options
     width = max(image.width for image in images)
@@ -49,11 +52,12 @@ def with_images(options: PlanOptions, images: tuple[Image, ...]) -> PlanOptions:
 
 
 def is_address(source: str) -> bool:
-    """Return True for an address on the web, False for a file."""
-    return source.lower().startswith(_WEB)
+    """Return True for an http or https URL, False for a file."""
+    return source.lower().startswith(_URL_PREFIXES)
 
 
-def _read(source: str) -> Image:
+def _read_source(source: str) -> Image:
+    """Read an image from a file, or download it from a URL."""
     from duoka.base.images import MOST_BYTES, decode_image, read_image
 
     if is_address(source):

@@ -1,4 +1,4 @@
-"""The machine, and its refusals: disk, memory, permissions, libraries."""
+"""Errors caused by the machine (disk, memory, permissions, libraries), and version lists."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from duoka.forecast.device_memory import CompiledMemory
 
 _PACKAGES = ("duoka", "torch", "transformers")
 
-# What helps against an OSError that says something of the machine; others are a defect of ours,
-# unless they name a file.
+# Hints for the errors of an OSError that are limits of the machine. An OSError with another number
+# counts as a defect of duoka unless it names a file.
 _HINTS = {
     errno.ENOSPC: "free some space, or choose another path",
     errno.EDQUOT: "free some of your quota, or choose another path",
@@ -31,8 +31,8 @@ _HINTS = {
 
 
 def versions() -> str:
-    """Return the versions of duoka and its libraries, for reports of defects."""
-    # A package that is loaded names its build too: torch's has CUDA's version.
+    """Return the versions of duoka, its libraries and Python as text for a defect report."""
+    # `__version__` of an imported package includes its build, such as torch's CUDA version.
     builds = {name: getattr(sys.modules.get(name), "__version__", None) for name in _PACKAGES}
     parts = [
         f"{name} {build or installed_version(name) or 'not installed'}"
@@ -44,46 +44,48 @@ def versions() -> str:
 
 
 def explain(error: BaseException) -> MachineError | None:
-    """Return the refusal of the machine behind an unexpected error, if any."""
-    if isinstance(error, MemoryError) or _is_host_memory(error):
+    """Return a MachineError if the machine caused an unexpected error; None for a defect."""
+    if isinstance(error, MemoryError) or _is_out_of_cpu_memory(error):
         return MachineError(
             "this machine has run out of memory",
             hint="end other programs, or plan a smaller workload: --context, --batch, --dtype",
         )
     if isinstance(error, ImportError):
-        return _missing_library(error)
+        return _import_failure(error)
     wrong = unmet_requirements()
     if wrong:
         return MachineError(
-            f"{'; '.join(wrong)}; this may be the cause of: {_one_line(error)}",
+            f"{'; '.join(wrong)}; this may be the cause of: {_format_error(error)}",
             hint="install the versions that duoka needs: pip install --upgrade duoka",
         )
     if isinstance(error, OSError):
-        return _refusal(error)
+        return _os_failure(error)
     return None
 
 
-def _missing_library(error: ImportError) -> MachineError | None:
+def _import_failure(error: ImportError) -> MachineError | None:
+    """Describe a missing library or a wrong version; None if duoka itself can't be imported."""
     library = (error.name or "").partition(".")[0]
     if library == "duoka":
-        return None
+        return None  # a module of duoka is missing or broken: a defect
     wrong = unmet_requirements()
-    problem = "; ".join(wrong) or _one_line(error)
+    problem = "; ".join(wrong) or _format_error(error)
     hint = "install what duoka needs: pip install --upgrade duoka"
     if isinstance(error, ModuleNotFoundError) and not wrong:
         hint = missing_module(library)
     return MachineError(f"a library can't be imported: {problem}", hint=hint)
 
 
-def _refusal(error: OSError) -> MachineError | None:
+def _os_failure(error: OSError) -> MachineError | None:
+    """Describe an OSError of the machine or of a file; None if it is neither (a defect)."""
     if error.errno == errno.ENOENT and error.filename is None:
         return MachineError(
             "a directory is gone", hint="if it is the working directory, cd to another one"
         )
     if error.errno is None and ".so" in str(error):
-        # The loader of shared libraries says what it misses with neither number nor file.
+        # The loader of shared libraries raises OSError without an error number or file name.
         return MachineError(
-            f"a library can't be loaded: {_one_line(error)}",
+            f"a library can't be loaded: {_format_error(error)}",
             hint="install torch again, in a build for this machine",
         )
     has_place = error.filename is not None and error.errno != errno.ENOENT
@@ -93,10 +95,12 @@ def _refusal(error: OSError) -> MachineError | None:
     return MachineError(f"{where}{error.strerror}", hint=_HINTS.get(error.errno or 0))
 
 
-def _is_host_memory(error: BaseException) -> bool:
-    # torch says so with no class of its own; no other words of it are looked at.
+def _is_out_of_cpu_memory(error: BaseException) -> bool:
+    """Return True if torch's CPU allocator found no memory."""
+    # torch raises a plain RuntimeError here, which only the allocator's name identifies.
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
-def _one_line(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
+    """Format an error as one line: its class and its text."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"

@@ -36,7 +36,7 @@ from .top import top
 from .training_options import complete_arguments
 from .tune import tune
 
-_TEXTS = ("--prompt", "--system")
+_TEXT_OPTIONS = ("--prompt", "--system")
 _EPILOG = "\n\n".join(
     [
         "Examples:",
@@ -69,6 +69,7 @@ for command in _OF_A_MODEL + _OF_A_MACHINE:
 
 
 def _show_version(wanted: bool) -> None:
+    """Print the version and exit; a callback of --version."""
     if wanted:
         typer.echo(f"duoka {duoka.__version__}")
         raise typer.Exit
@@ -93,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     signals.install()
     try:
         code = _open_streams() or run(arguments)
-    except (KeyboardInterrupt, signals.Terminated):  # once more, while the first one was told
+    except (KeyboardInterrupt, signals.Terminated):  # a further signal while the first was reported
         code = 128 + (signals.stopped_by() or signal.SIGINT)
     signals.ignore()
     for stream in (sys.stdout, sys.stderr):
@@ -101,13 +102,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             stream.flush()
         except (OSError, ValueError, AttributeError):
             _discard(stream)
-    # The interpreter's end takes seconds after torch, would catch threads in the middle of a step,
-    # and may crash on that; everything has been written.
+    # With torch imported, a normal exit of the interpreter takes seconds, and can crash on threads
+    # that are in the middle of a step. All output has been written by now.
     os._exit(code)
 
 
 def _discard(stream: TextIO) -> None:
-    """Discard unwritable output: at its end the interpreter would exit with 120."""
+    """Redirect an unwritable stream to null: a failing flush at exit would set the code to 120."""
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -116,40 +117,41 @@ def _discard(stream: TextIO) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the program; return the exit code."""
-    # Before transformers is imported: its advice and its bars would come between ours, and
-    # huggingface_hub's warnings show addresses that are signed.
+    # Set before transformers is imported: its warnings and progress bars would interleave with our
+    # output, and huggingface_hub's warnings print presigned URLs.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    words, notes = complete_arguments(sys.argv[1:] if arguments is None else arguments)
+    argv, notes = complete_arguments(sys.argv[1:] if arguments is None else arguments)
     try:
         for text in notes:
             note(f"note: {text}")
-        _refuse_empty(words)
+        _refuse_empty(argv)
         with quiet_libraries():
-            code = _invoke([*words])  # which takes words away
-        # Here, and not at the interpreter's end, a full disk or a closed pipe can be told.
+            code = _invoke([*argv])  # a copy: `_invoke` consumes the list
+        # Flushed here because errors of a full disk or a closed pipe can still be reported.
         sys.stdout.flush()
     except BaseException as error:
-        return errors.report(error, debug="--debug" in words, arguments=words)
+        return errors.report(error, debug="--debug" in argv, arguments=argv)
     return code
 
 
-def _refuse_empty(words: Sequence[str]) -> None:
-    """Refuse options with empty values, as of an unset variable, but for texts."""
-    for word, value in pairwise([*words, "-"]):
+def _refuse_empty(argv: Sequence[str]) -> None:
+    """Refuse an empty option value, as from an unset shell variable, except for text options."""
+    for word, value in pairwise([*argv, "-"]):
         name = word.removesuffix("=")
-        if name.startswith("--") and name not in _TEXTS and (name != word or not value):
+        if name.startswith("--") and name not in _TEXT_OPTIONS and (name != word or not value):
             raise UsageError(f"{name} is empty", hint="give it a value, or omit it")
 
 
 def _invoke(arguments: list[str]) -> int:
+    """Run the command, or answer a shell's completion request; return the exit code."""
     program = typer.main.get_command(app)
     code = completed(program)
     if code is not None:
         return code
-    # Not Typer's own call: its way to run turns Ctrl-C and a closed pipe into exit code 1.
+    # Not `program.main()`, which turns Ctrl-C and a closed pipe into exit code 1.
     try:
         with program.make_context("duoka", arguments) as context:
             program.invoke(context)
@@ -159,9 +161,9 @@ def _invoke(arguments: list[str]) -> int:
 
 
 def _open_streams() -> int:
-    """Put something in the place of a closed stream; an exit code if there is no output at all."""
-    # In the order of their numbers: a file that is opened takes the lowest one that is free, and
-    # an answer must never be written into a checkpoint's file.
+    """Open null for a closed stdin or stderr; return an exit code if stdout is closed, else 0."""
+    # In the order of file descriptors: `open` takes the lowest free descriptor. Otherwise a file
+    # opened later, such as a checkpoint's, could become a standard stream and be overwritten.
     if sys.stdin is None:
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115, PTH123
     if sys.stdout is None:
@@ -170,6 +172,6 @@ def _open_streams() -> int:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A terminal that can't show a character is no reason to stop.
+            # Characters that the terminal can't encode are escaped instead of raising an error.
             stream.reconfigure(errors="backslashreplace")
     return 0

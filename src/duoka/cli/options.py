@@ -1,4 +1,4 @@
-"""Options shared by commands, and the readers of their values."""
+"""Options shared by commands, and functions that parse their values."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from duoka.planner.search import OBJECTIVES
 
 from .groups import OptionGroup, all_but, argument, flag, option
 
-_TOKENS = re.compile(r"([1-9][0-9]{0,9})([kKmM]?)", re.ASCII)
-_PIXELS = re.compile(r"([1-9][0-9]{0,5})[xX×]([1-9][0-9]{0,5})", re.ASCII)
+_TOKENS_PATTERN = re.compile(r"([1-9][0-9]{0,9})([kKmM]?)", re.ASCII)
+_PIXELS_PATTERN = re.compile(r"([1-9][0-9]{0,5})[xX×]([1-9][0-9]{0,5})", re.ASCII)
 _FACTORS = {"": 1, "K": 1024, "M": 1024 * 1024}
 
 IMAGE_SIZE = "1024x1024"
@@ -33,7 +33,7 @@ _answer = partial(option, panel="How to answer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions(OptionGroup):
-    """The model, and its permissions."""
+    """Options that name the model and allow its own code to run."""
 
     model: str | None = argument(
         "MODEL",
@@ -50,7 +50,7 @@ class ModelOptions(OptionGroup):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions(OptionGroup):
-    """The demands on a plan, as written; None if not given."""
+    """Planning options, as strings from the command line; None if not given."""
 
     gpus: str | None = _plan(
         "GPUS",
@@ -161,7 +161,7 @@ class PlanOptions(OptionGroup):
 
     @property
     def most_new_tokens(self) -> int | None:
-        """The tokens of an answer, if given."""
+        """Maximum tokens of an answer (--new-tokens); None if not given."""
         return None if self.new_tokens is None else parse_tokens(self.new_tokens)
 
 
@@ -172,12 +172,12 @@ RunnablePlan = Annotated[
         *("images", "image_size", "max_context", "max_batch", "replicas", "serve", "sequences"),
     ),
 ]
-"""What `PlanOptions` says of a plan for a model that is run."""
+"""Options of `PlanOptions` for commands that run the planned model in one batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions(OptionGroup):
-    """The parameters of answers."""
+    """Options of generation: sampling, system prompt and adapter."""
 
     temperature: float | None = _answer(
         "NUMBER",
@@ -196,7 +196,7 @@ class AnswerOptions(OptionGroup):
     )
 
     def sampling(self) -> dict[str, Any]:
-        """Return the given sampling parameters; refuse senseless values."""
+        """Return the given sampling parameters by name; UsageError for values out of range."""
         refuse_damaged(self.system or "")
         values: dict[str, Any] = {
             name: number
@@ -209,7 +209,7 @@ class AnswerOptions(OptionGroup):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamesOption(OptionGroup):
-    """The convention of names in device maps."""
+    """Option that selects the module names in device maps."""
 
     names: str | None = option(
         "WHOSE",
@@ -220,13 +220,13 @@ class NamesOption(OptionGroup):
 
     @property
     def convention(self) -> Convention:
-        """The convention; refused if unknown."""
+        """The naming convention, "model" by default; UsageError if unknown."""
         return choose("names", self.names or "model", CONVENTIONS)
 
 
 def parse_tokens(text: str) -> int:
-    """Read a number of tokens: "8192", "8K" or "1M" (K is 1024)."""
-    match = _TOKENS.fullmatch(text.strip())
+    """Parse a number of tokens: "8192", "8K" or "1M" (K is 1024)."""
+    match = _TOKENS_PATTERN.fullmatch(text.strip())
     if match is None:
         raise UsageError(
             f"{text!r} is not a number of tokens", hint="write a number such as 8192, 8K or 1M"
@@ -235,15 +235,15 @@ def parse_tokens(text: str) -> int:
 
 
 def parse_chunk(text: str) -> int | Literal["auto"] | None:
-    """Read a chunk size: a number, "auto", or "none" for all."""
+    """Parse a chunk size: a number, "auto", or "none" (None: everything in one chunk)."""
     if text == "auto":
         return "auto"
     return None if text == "none" else parse_tokens(text)
 
 
 def parse_pixels(text: str) -> tuple[int, int]:
-    """Read width and height, as "1120x560"."""
-    match = _PIXELS.fullmatch(text.strip())
+    """Parse (width, height) in pixels, such as "1120x560"."""
+    match = _PIXELS_PATTERN.fullmatch(text.strip())
     if match is None:
         raise UsageError(
             f"{text!r} is not an image size",
@@ -253,10 +253,10 @@ def parse_pixels(text: str) -> tuple[int, int]:
 
 
 def picture_size(text: str) -> tuple[int, int]:
-    """Return width and height in pixels of a picture, by its size or file."""
+    """Return (width, height) in pixels of an image, given as "WIDTHxHEIGHT" or as a file."""
     from duoka.base.images import read_image, refuse_size
 
-    if _PIXELS.fullmatch(text.strip()):
+    if _PIXELS_PATTERN.fullmatch(text.strip()):
         size = parse_pixels(text)
         refuse_size(*size)
         return size
@@ -268,7 +268,7 @@ def picture_size(text: str) -> tuple[int, int]:
 
 
 def read_stdin(*, line: bool = False) -> str:
-    """Read the standard input, or a line."""
+    """Read the whole standard input, or with `line` its next line ("" at the end)."""
     try:
         return sys.stdin.readline() if line else sys.stdin.read()
     except UnicodeDecodeError as error:
@@ -278,7 +278,7 @@ def read_stdin(*, line: bool = False) -> str:
 
 
 def refuse_damaged(text: str) -> None:
-    """Refuse text with bytes outside of UTF-8, as from a shell."""
+    """Raise UsageError if a text contains bytes that are not UTF-8, as a shell may pass them."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""``duoka plan``: the device of every module, and its costs."""
+"""``duoka plan``: plan the device of every module, and print the memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .training_options import TrainingOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOutput(NamesOption):
-    """The outputs besides the printed plan."""
+    """Options for output besides the printed plan."""
 
     save: Path | None = option("FILE", "Save the plan in a file.")
     save_device_map: Path | None = option(
@@ -51,7 +51,7 @@ class PlanOutput(NamesOption):
     json: bool = flag("Print the plan as JSON.")
 
     def check(self, options: PlanOptions) -> None:
-        """Refuse unwritable files and contradicting options, before the work."""
+        """Refuse unwritable files and contradicting options before planning."""
         if self.convention != "model" and self.save_device_map is None and self.export is None:
             raise UsageError(
                 "--names needs --save-device-map or --export",
@@ -74,7 +74,7 @@ class PlanOutput(NamesOption):
             options.refuse("replan", "max_context", "max_batch", beside=beside, hint=hint)
 
     def write_replicas(self, copies: Replicas) -> None:
-        """Write and show the plans of several copies."""
+        """Save and print the plans of several replicas."""
         if self.save is not None:
             files = replicas.files(self.save, len(copies.plans))
             for plan, file in zip(copies.plans, files, strict=True):
@@ -85,7 +85,7 @@ class PlanOutput(NamesOption):
             replicas.show_copies(copies)
 
     def report_faults(self, error: PlacementError) -> None:
-        """Report the faults of a device map, and keep the completed map."""
+        """Print the faults of a device map as JSON, and save the completed map, if requested."""
         if self.json:
             print_json(asdict(error.faults))
         if self.save_device_map is not None and error.completed is not None:
@@ -93,7 +93,7 @@ class PlanOutput(NamesOption):
             error.hint = f"review it, then use --device-map {self.save_device_map}"
 
     def write(self, plan: duoka.Plan) -> None:
-        """Write and show a plan."""
+        """Save the plan in the requested files, and print it in the requested form."""
         if self.save_device_map is not None:
             planning.save_device_map(map_of(plan, self.convention), self.save_device_map)
         if self.save is not None:
@@ -140,7 +140,7 @@ def plan(
         if options.replicas is None:
             new_plan = planning.find_plan(model, options, how_to_train)[0]
             if output.export and options.plan_file is None and not planning.given_map(options):
-                again = partial(_plan_again, model, options, how_to_train)
+                again = partial(_plan_with_pins, model, options, how_to_train)
                 new_plan = plan_for_tool(new_plan, output.export, again)
             output.write(new_plan)
         else:
@@ -155,17 +155,17 @@ def plan(
         raise
 
 
-def _plan_again(
+def _plan_with_pins(
     model: ModelOptions, options: PlanOptions, training: Training | None, pins: Pins
 ) -> duoka.Plan:
-    """Plan with more pins, silently."""
+    """Plan with additional pins, without messages."""
     all_pins = [*(options.pin or ()), *(f"{name}={at}" for name, at in pins)]
     with redirect_stderr(StringIO()):
         return planning.find_plan(model, replace(options, pin=all_pins), training)[0]
 
 
 def _save_page(plan: duoka.Plan, file: Path) -> None:
-    """Keep a plan as a page, with its explanation if the profile is cached."""
+    """Save a plan as an HTML page, with the explanation if the profile is cached."""
     from duoka.report.html import render_page
 
     explanation = None

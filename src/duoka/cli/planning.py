@@ -1,4 +1,4 @@
-"""From the options of a command to a plan, and from a plan to a loaded model."""
+"""Make or load the plan for a command's options, and load the model of a plan."""
 
 from __future__ import annotations
 
@@ -41,17 +41,20 @@ if TYPE_CHECKING:
 ALL_GPUS = "all"
 _CONTEXT_TOKENS = 4096
 _NEW_TOKENS = 512
-_NEW_SHARE = 4
+_CONTEXT_PER_NEW = 4
 _SEQUENCES = 16
-_SHOWN = 60
+_MAX_QUOTED = 60
 
 
 def open_model(
     plan: duoka.Plan, checkpoint: duoka.Checkpoint | None
 ) -> tuple[duoka.Plan, OpenedModel, PromptReader]:
-    """Open the model of a plan for the present GPUs, before weights are read."""
+    """Open the model of a plan for this machine's GPUs; no weights are read.
+
+    Returns the plan with this machine's devices, the opened model, and its prompt reader.
+    """
     assert checkpoint is not None, "a model that is run was opened for its plan"
-    plan = plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
+    plan = plan.on_this_machine()  # refuses a missing GPU before torch is imported
     with working():
         say_import("torch")
         from duoka.api.load import OpenedModel
@@ -67,9 +70,10 @@ def find_plan(
     *,
     to_run: bool = False,
 ) -> tuple[duoka.Plan, duoka.Checkpoint | None]:
-    """Take the saved plan, or make a new one, with `to_run` for a model to run.
+    """Load the saved plan of --plan, or make a new plan.
 
-    Returns the plan's checkpoint too, if it was opened.
+    `to_run` also requires weights and a readable tokenizer. Returns the plan and its checkpoint;
+    the checkpoint is None if a saved plan is only shown (no model given, nothing to run).
     """
     if options.plan_file is None:
         if options.replan:
@@ -78,14 +82,14 @@ def find_plan(
         checkpoint, request, fleet = read_request(model, options, training, to_run=to_run)
         with working():
             return plan_request(checkpoint, request, fleet, device_map), checkpoint
-    _refuse_beside_plan(options, training)
+    _refuse_demands_beside_plan(options, training)
     if model.model is None:
         hint = "give the model; a saved plan has its own revision"
         model.refuse("revision", beside="--plan alone", hint=hint)
     plan = duoka.Plan.load(options.plan_file)
     if model.model is None and not options.replan and not model.trust_remote_code:
         if not to_run:
-            return plan, None  # to look at it, neither need the checkpoint nor the GPUs be here
+            return plan, None  # a plan can be shown without its checkpoint and its GPUs
         checkpoint = duoka.Checkpoint.open(plan.source)
         refuse_unreadable(checkpoint)
         return plan, checkpoint
@@ -101,9 +105,14 @@ def find_plan(
 def find_plan_for_requests(
     model: ModelOptions, options: PlanOptions, *, requests: int, batch: int
 ) -> tuple[duoka.Plan, duoka.Checkpoint | None, str]:
-    """Take or make a plan with pages for so many requests, or give the reason for a batch."""
-    # Pages first: the cache then takes all that is free. Models whose state isn't a cache of keys
-    # and values raise ModelError when they are traced for it, and get a batch, as do the rest.
+    """Load or make a plan with a paged KV cache; if that is impossible, plan a fixed batch.
+
+    `requests` and `batch` are the numbers of sequences of the two kinds of plans if no option gives
+    one. The third result is the reason for the fixed batch, or "".
+    """
+    # Pages are tried first: a paged cache fills the free memory. Tracing raises ModelError for
+    # models whose state is not a cache of keys and values; they get a fixed batch, as does any
+    # request that pages don't support.
     why_not = ""
     if options.plan_file is not None:
         return *find_plan(model, options, to_run=True), ""
@@ -129,16 +138,16 @@ def find_replicas(
     training: Training | None,
     number: int | Literal["auto"],
 ) -> Replicas:
-    """Make the plans of several copies of a model."""
+    """Make a plan for each replica of a model; `number` is their number, or "auto"."""
     if options.plan_file is not None:
-        _refuse_beside_plan(options, training)
+        _refuse_demands_beside_plan(options, training)
     checkpoint, request, fleet = read_request(model, options, training)
     with working():
         return plan_copies(checkpoint, request, fleet, number)
 
 
 def _plan_again(plan: duoka.Plan, checkpoint: duoka.Checkpoint) -> duoka.Plan:
-    """Plan the request of a plan again, on its own GPUs as they are now."""
+    """Repeat the request of a saved plan, on the same GPUs with their current free memory."""
     device_map = DeviceMap.of(plan.device_map) if plan.objective == GIVEN else None
     fleet: duoka.Fleet | str = plan.request.gpus
     if not fleet:
@@ -148,8 +157,8 @@ def _plan_again(plan: duoka.Plan, checkpoint: duoka.Checkpoint) -> duoka.Plan:
         return plan_request(checkpoint, plan.request, fleet, device_map)
 
 
-def _refuse_beside_plan(options: PlanOptions, training: Training | None) -> None:
-    """Refuse demands beside a saved plan, with everything decided."""
+def _refuse_demands_beside_plan(options: PlanOptions, training: Training | None) -> None:
+    """Refuse planning options beside --plan: a saved plan has already decided them."""
     beside = options.given_options(*all_but(PlanOptions, "plan_file", "replan"))
     again = "--replan repeats the original request; for another request "
     hint = f"{again if options.replan else ''}omit --plan to make a new one"
@@ -159,7 +168,7 @@ def _refuse_beside_plan(options: PlanOptions, training: Training | None) -> None
 
 
 def open_checkpoint(options: ModelOptions, to_run: bool = False) -> duoka.Checkpoint:
-    """Open the checkpoint of the options; show its own code before any runs."""
+    """Open the checkpoint of the options; list its own code files before any of them runs."""
     if not options.model:
         raise UsageError(
             "no model was given", hint="give the directory of a checkpoint, or --plan FILE"
@@ -188,7 +197,7 @@ def open_checkpoint(options: ModelOptions, to_run: bool = False) -> duoka.Checkp
     return checkpoint
 
 
-# ── from words to a request ──
+# ── from options to a request ──
 
 
 def read_request(
@@ -198,16 +207,19 @@ def read_request(
     *,
     to_run: bool = False,
 ) -> tuple[duoka.Checkpoint, PlanRequest, duoka.Fleet | str]:
-    """Read the model, the request and its fleet; this machine's GPUs are detected later."""
-    # In the order of their costs: options that are wrong in themselves, declared GPUs, the model
-    # (which may be a download), its limit. GPUs of this machine are detected where it is planned.
+    """Open the checkpoint and read the request and its fleet.
+
+    The fleet is text if it names GPUs of this machine, which are detected later.
+    """
+    # Cheap checks come first: options that are invalid on their own, declared GPUs, then the model
+    # (maybe a download) and its context limit. GPUs of this machine are detected by the planner.
     request = PlanRequest(
         workload=read_workload(options, training),
         objective=choose("the objective", options.objective or "auto", OBJECTIVES),
         use_all=options.use_all,
         gpus=ALL_GPUS if options.gpus is None else options.gpus,
         constraints=read_constraints(options),
-        largest=_largest(options),
+        largest=_quantity_to_maximize(options),
         trust_remote_code=model.trust_remote_code,
         most_new_tokens=options.most_new_tokens,
     )
@@ -219,17 +231,18 @@ def read_request(
 
 
 def read_fleet(gpus: str) -> duoka.Fleet | str:
-    """Read declared GPUs; leave the text of this machine's own for `Fleet.parse` to detect."""
+    """Parse declared GPUs; return text for GPUs of this machine, which are detected later."""
     return gpus if devices_in(gpus) is None else duoka.Fleet.parse(gpus)
 
 
 def say_quantization(word: str | None, workload: duoka.Workload) -> None:
-    """Report duoka's scheme for a word of bitsandbytes."""
+    """Print the quantization that an alias such as 4bit stands for; nothing for other words."""
     if word is not None and word != workload.quantize:
         note(f"--quantize {word}: {workload.quantize} weights")
 
 
-def _largest(options: PlanOptions) -> Largest | None:
+def _quantity_to_maximize(options: PlanOptions) -> Largest | None:
+    """Return the quantity of --max-context or --max-batch; None without either option."""
     hint = "give only one of them"
     if options.max_context:
         options.refuse("context", "max_batch", beside="--max-context", hint=hint)
@@ -241,19 +254,20 @@ def _largest(options: PlanOptions) -> Largest | None:
 
 
 def read_constraints(options: PlanOptions) -> Constraints:
-    """Read the constraints of the placement."""
+    """Read the strategy, pins, reserved memory and offloading."""
     return Constraints(
-        strategy=_strategy(options),
-        pins=tuple(_pairs("--pin", options.pin or (), "lm_head=cuda:1")),
+        strategy=_read_strategy(options),
+        pins=tuple(_read_pairs("--pin", options.pin or (), "lm_head=cuda:1")),
         reserve=tuple(
             (device, parse_memory(size))
-            for device, size in _pairs("--reserve", options.reserve or (), "cuda:0=2GiB")
+            for device, size in _read_pairs("--reserve", options.reserve or (), "cuda:0=2GiB")
         ),
         offload=options.offload,
     )
 
 
-def _strategy(options: PlanOptions) -> Strategy:
+def _read_strategy(options: PlanOptions) -> Strategy:
+    """Return the strategy, also if it was given as the value of --device-map."""
     word = strategy_of(options.device_map)
     if word is not None:
         beside = f"--device-map {word}"
@@ -262,21 +276,22 @@ def _strategy(options: PlanOptions) -> Strategy:
 
 
 def given_map(options: PlanOptions) -> list[str]:
-    """Return the option of a device map, unless its value is a strategy."""
+    """Return ["--device-map"] if it gives a map; [] without one or if its value is a strategy."""
     return [] if strategy_of(options.device_map) else options.given_options("device_map")
 
 
 def read_device_map(options: PlanOptions) -> DeviceMap | None:
-    """Read the device map; None without a map, and for a strategy."""
+    """Read the device map; None if --device-map is not given or names a strategy."""
     return DeviceMap.load(options.device_map) if options.device_map and given_map(options) else None
 
 
-def _pairs(option: str, texts: Sequence[str], example: str) -> Iterator[tuple[str, str]]:
+def _read_pairs(option: str, texts: Sequence[str], example: str) -> Iterator[tuple[str, str]]:
+    """Split NAME=VALUE texts of an option at the last "="; UsageError shows the example."""
     for text in texts:
         name, sign, value = text.rpartition("=")
         if not sign or not name.strip() or not value.strip():
             raise UsageError(
-                f"{option} {text[:_SHOWN]!r} is not of the form NAME=VALUE",
+                f"{option} {text[:_MAX_QUOTED]!r} is not of the form NAME=VALUE",
                 hint=f"for example {option} {example}",
             )
         yield name.strip(), value.strip()
@@ -285,7 +300,7 @@ def _pairs(option: str, texts: Sequence[str], example: str) -> Iterator[tuple[st
 def read_workload(
     options: PlanOptions, training: Training | None = None, limit: int | None = None
 ) -> duoka.Workload:
-    """Read the workload; a context that isn't given is the default, at most the model's limit."""
+    """Read the workload; `limit` is the model's maximum context, which caps the default one."""
     if options.serve:
         hint = "use --sequences N for the number of concurrent requests"
         demands = options.given_options("batch", "images", "offload")
@@ -298,12 +313,12 @@ def read_workload(
     context, new = _tokens(options, training, limit)
     width, height = parse_pixels(options.image_size or IMAGE_SIZE)
     return duoka.Workload(
-        batch=_batch(options),
+        batch=_concurrent_sequences(options),
         prompt_tokens=context - new,
         new_tokens=new,
         dtype=read_dtype(options.dtype or "auto"),
         prefill_chunk_tokens=parse_chunk(options.prefill_chunk or "auto"),
-        cache=_cache(options),
+        cache=_read_cache(options),
         quantize=read_quantization(options.quantize or "none"),
         images=options.images or 0,
         vision_batch=parse_chunk(options.vision_batch or "auto"),
@@ -312,7 +327,8 @@ def read_workload(
     )
 
 
-def _cache(options: PlanOptions) -> Cache:
+def _read_cache(options: PlanOptions) -> Cache:
+    """Return the kind of KV cache: paged with --serve, otherwise for one batch."""
     if not options.serve:
         return choose("cache", options.cache or "dynamic", BATCH_CACHES)
     if options.cache not in (None, "int8"):
@@ -323,14 +339,14 @@ def _cache(options: PlanOptions) -> Cache:
     return "paged-int8" if options.cache else "paged"
 
 
-def _batch(options: PlanOptions) -> int:
-    """Return the sequences of a batch, or the requests running at once."""
+def _concurrent_sequences(options: PlanOptions) -> int:
+    """Return the number of concurrent requests with --serve, otherwise the batch size."""
     number, default = (options.sequences, _SEQUENCES) if options.serve else (options.batch, 1)
     return default if number is None else number
 
 
 def _tokens(options: PlanOptions, training: Training | None, limit: int | None) -> tuple[int, int]:
-    """Return the tokens of a sequence in all, and the new tokens."""
+    """Return the total tokens of a sequence, and how many of them are generated."""
     context = min(_CONTEXT_TOKENS, limit or _CONTEXT_TOKENS)
     if options.context is not None:
         context = parse_tokens(options.context)
@@ -340,9 +356,9 @@ def _tokens(options: PlanOptions, training: Training | None, limit: int | None) 
         options.refuse("new_tokens", beside="training, which generates nothing", hint=hint)
         new = 0
     elif new is None:
-        new = max(min(_NEW_TOKENS, context // _NEW_SHARE), 1)
+        new = max(min(_NEW_TOKENS, context // _CONTEXT_PER_NEW), 1)
     if options.max_context:
-        context = max(context, new + 1)  # which is looked for
+        context = max(context, new + 1)  # a placeholder: the search replaces it
     if new >= context:
         raise UsageError(
             f"{new} new tokens leave no tokens for a prompt in a context of {context}",
@@ -351,22 +367,22 @@ def _tokens(options: PlanOptions, training: Training | None, limit: int | None) 
     return context, new
 
 
-# ── from a plan to files, and to a model ──
+# ── saving a plan and loading its model ──
 
 
 def save_plan(plan: duoka.Plan, file: Path) -> None:
-    """Save a plan, and say so."""
+    """Write a plan to a file, and report the file."""
     write_file(file, plan.lasting().to_json() + "\n")
 
 
 def save_device_map(device_map: Mapping[str, int | str], file: Path) -> None:
-    """Save a device map, and say so."""
+    """Write a device map to a JSON file, and report the file."""
     text = json.dumps(dict(device_map), indent=1, ensure_ascii=False)
     write_file(file, text + "\n")
 
 
 def usable_system(reader: PromptReader, system: str | None) -> str | None:
-    """Return the system's message if the model supports any; report if not."""
+    """Return the system prompt, or None (with a note) if the model's format has none."""
     from duoka.models.text.prompts import has_template, why_untold
 
     if not has_template(reader.chat):
@@ -395,7 +411,7 @@ def load_engine(
 
 
 def tell_measured(plan: duoka.Plan, measured: Measured) -> None:
-    """Report the measurements of loading and answering, beside the forecast."""
+    """Print the measured memory and speed beside the forecast."""
     from duoka.report.terminal import render_measured
 
     stderr().print(render_measured(plan, measured))

@@ -1,4 +1,4 @@
-"""``duoka plan --replicas``: a plan for each copy of a model, shown and saved."""
+"""``duoka plan --replicas``: print and save a plan for each replica."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .terminal import stdout
 
 
 def read_number(text: str) -> int | Literal["auto"]:
-    """Read the number of copies."""
+    """Parse the number of replicas, or "auto"."""
     if text == "auto":
         return "auto"
     if not (text.isascii() and text.isdecimal() and len(text) < 5 and int(text)):
@@ -28,7 +28,7 @@ def read_number(text: str) -> int | Literal["auto"]:
 
 
 def files(save: Path, number: int) -> list[Path]:
-    """Return the files of plans of copies: chatglm3-1.plan, chatglm3-2.plan, and so on."""
+    """Return a file for each replica's plan: chatglm3-1.plan, chatglm3-2.plan, and so on."""
     width = len(str(number))
     return [
         save.with_name(f"{save.stem}-{index + 1:0{width}d}{save.suffix}") for index in range(number)
@@ -36,13 +36,13 @@ def files(save: Path, number: int) -> list[Path]:
 
 
 def show_copies(copies: Replicas) -> None:
-    """Print a summary, then each plan."""
+    """Print a summary, then each plan; identical plans are printed once."""
     from duoka.report.terminal import render_plan
 
     stdout().print("\n".join(_summary(copies)), markup=False)
     equal_copies: dict[object, list[int]] = {}
     for index, plan in enumerate(copies.plans):
-        equal_copies.setdefault(_nameless(plan), []).append(index)
+        equal_copies.setdefault(_without_gpu_names(plan), []).append(index)
     for first, *like_it in equal_copies.values():
         plan = copies.plans[first]
         title = f"replica {first + 1} of {len(copies.plans)}"
@@ -55,8 +55,8 @@ def show_copies(copies: Replicas) -> None:
         stdout().print(render_plan(plan))
 
 
-def _nameless(plan: duoka.Plan) -> object:
-    """Return the content of a plan without the names of its GPUs."""
+def _without_gpu_names(plan: duoka.Plan) -> object:
+    """Return the content of a plan without GPU names, to find identical plans."""
     place = {name: index for index, name in enumerate(plan.devices)}
     return (
         tuple((module, place[at]) for module, at in plan.placement.entries),
@@ -71,6 +71,7 @@ def _nameless(plan: duoka.Plan) -> object:
 
 
 def _summary(copies: Replicas) -> Iterator[str]:
+    """Describe the value of the objective over all replicas, and the unused GPUs."""
     number = len(copies.plans)
     what = {
         "headroom": f"at least {format_bytes(round(copies.value))} of headroom on each GPU",

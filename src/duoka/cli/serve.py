@@ -1,4 +1,4 @@
-"""``duoka serve``: a model behind an address, as OpenAI's clients know it."""
+"""``duoka serve``: serve a model over HTTP with an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _VLLM = "Another engine"
 _ENGINES = ("duoka", "vllm")
 _CLUSTERS = ("ray",)
 _PORT, _MAX_QUEUE = 8000, 256
-# Requests at once where no option says so, with pages and without them.
-_SEQUENCES, _BATCH = 16, 4
+# Default number of concurrent requests, with a paged KV cache and with fixed batches.
+_MAX_REQUESTS, _BATCH = 16, 4
 _PlanToServe = Annotated[PlanOptions, all_but(PlanOptions, "max_context", "max_batch", "serve")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions(OptionGroup):
-    """Where the server listens, and whom it answers."""
+    """Options of the server: its address, its clients and its engine."""
 
     host: str | None = option(
         "ADDRESS", "Address to listen on. By default 127.0.0.1, reachable from this machine only."
@@ -82,7 +82,7 @@ class ServeOptions(OptionGroup):
     )
 
     def address(self) -> Address:
-        """Return where to listen; refuse to be asked by other machines without a key."""
+        """Return the address to listen on; UsageError for a public address without an API key."""
         from duoka.serve.address import Address
 
         port = _PORT if self.port is None else self.port
@@ -95,7 +95,7 @@ class ServeOptions(OptionGroup):
         return address
 
     def _key(self) -> str | None:
-        """Return the key of clients, if any."""
+        """Read the API key from its file or the environment; None if no key is given."""
         key = os.environ.get(_KEY_VARIABLE)
         if self.api_key_file is not None:
             try:
@@ -129,18 +129,18 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
         return
     vllm_options = "engine_python", "engine_arg", "nodes"
     server.refuse(*vllm_options, beside="duoka's own engine", hint="add --engine vllm")
-    _refuse_missing("serve", "fastapi", "uvicorn", "prometheus_client")
+    _require_modules("serve", "fastapi", "uvicorn", "prometheus_client")
     address = server.address()
     if server.cluster is not None:
         choose("cluster", server.cluster, _CLUSTERS)
-        _refuse_missing("ray", "ray")
+        _require_modules("ray", "ray")
         _serve_on_ray(server, options, model, address)
         return
     from duoka.serve.pool import EnginePool
     from duoka.serve.server import serve as run
     from duoka.serve.service import Service
 
-    plans = _plans(options, model)
+    plans = _plan_engines(options, model)
     for plan in plans:
         note(f"loading {plan.model} on {', '.join(plan.devices)}")
     settings = [_engine_settings(plan, server, options, model) for plan in plans]
@@ -156,7 +156,7 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
 def _engine_settings(
     plan: duoka.Plan, server: ServeOptions, options: PlanOptions, model: ModelOptions
 ) -> EngineSettings:
-    """Return the settings of an engine."""
+    """Return the settings for starting the engine of a plan."""
     from duoka.serve.messages import EngineSettings
 
     return EngineSettings(
@@ -181,14 +181,15 @@ def _serve_on_ray(
 
     options.refuse("plan_file", beside="--on ray", hint="each kind of node has a plan")
     bounds = read_bounds(options.replicas)
-    if model.model is not None and Path(model.model).is_dir():  # the nodes work elsewhere
+    if model.model is not None and Path(model.model).is_dir():  # nodes have other directories
         model = replace(model, model=str(Path(model.model).absolute()))
-    checkpoint, request, _ = planning.read_request(model, _for_requests(options), to_run=True)
+    checkpoint, request, _ = planning.read_request(model, _with_paged_cache(options), to_run=True)
     connect()
 
     def plan_for(fleet: duoka.Fleet, are_alike: bool) -> duoka.Plan:
+        """Plan a replica for the GPUs of a node."""
         with working():
-            if are_alike and not request.use_all:  # as few as a replica needs
+            if are_alike and not request.use_all:  # one replica on as few GPUs as it needs
                 return plan_copies(checkpoint, request, fleet, 1, suggest=False).plans[0]
             return plan_request(checkpoint, request, fleet, suggest=False)
 
@@ -214,8 +215,8 @@ def _serve_on_ray(
     serve_on_ray(cluster, (low, high), settings, address, on_ready=show)
 
 
-def _refuse_missing(extra: str, *modules: str) -> None:
-    """Refuse to start without the modules of an extra."""
+def _require_modules(extra: str, *modules: str) -> None:
+    """Raise UsageError if a module of an optional dependency group is not installed."""
     for module in modules:
         if not find_spec(module):
             raise UsageError(
@@ -225,7 +226,7 @@ def _refuse_missing(extra: str, *modules: str) -> None:
 
 
 def _serve_with_vllm(server: ServeOptions, options: PlanOptions, model: ModelOptions) -> None:
-    """Start vLLM by the plan, and check its memory."""
+    """Start vLLM with the plan's stages, and end with vLLM's exit code."""
     from duoka.serve.vllm import VllmOptions, parse_nodes, serve_with_vllm
 
     beside, hint = "--engine vllm", "omit one of them"
@@ -248,7 +249,7 @@ def _serve_with_vllm(server: ServeOptions, options: PlanOptions, model: ModelOpt
         nodes=parse_nodes(server.nodes) if server.nodes else (),
         arguments=tuple(server.engine_arg or ()),
     )
-    plan = planning.find_plan(model, _for_requests(options), to_run=True)[0]
+    plan = planning.find_plan(model, _with_paged_cache(options), to_run=True)[0]
     if not chosen.nodes:
         plan = plan.on_this_machine()
 
@@ -257,19 +258,19 @@ def _serve_with_vllm(server: ServeOptions, options: PlanOptions, model: ModelOpt
         raise typer.Exit(code)
 
 
-def _for_requests(options: PlanOptions) -> PlanOptions:
-    """Return options for a plan with requests, unless a plan is given."""
+def _with_paged_cache(options: PlanOptions) -> PlanOptions:
+    """Return options with --serve set, unless a saved plan is given."""
     return options if options.plan_file is not None else replace(options, serve=True)
 
 
-def _plans(options: PlanOptions, model: ModelOptions) -> list[duoka.Plan]:
-    """The plan of each engine."""
+def _plan_engines(options: PlanOptions, model: ModelOptions) -> list[duoka.Plan]:
+    """Return the plan of each engine: one per replica."""
     if options.replicas is not None:
         number = replicas.read_number(options.replicas)
-        copies = planning.find_replicas(model, _for_requests(options), None, number)
+        copies = planning.find_replicas(model, _with_paged_cache(options), None, number)
         return [plan.on_this_machine() for plan in copies.plans]
     plan, _, why_not = planning.find_plan_for_requests(
-        model, options, requests=_SEQUENCES, batch=_BATCH
+        model, options, requests=_MAX_REQUESTS, batch=_BATCH
     )
     if why_not:
         number = plan.workload.batch
@@ -278,7 +279,7 @@ def _plans(options: PlanOptions, model: ModelOptions) -> list[duoka.Plan]:
 
 
 def _print_summary(service: Service, url: str) -> None:
-    """Print the served model, and a first request to it."""
+    """Print the capacity of each engine, and an example request."""
     engines = service.pool.engines
     for engine in engines:
         ready, plan = engine.capacity, engine.settings.plan
@@ -293,6 +294,7 @@ def _print_summary(service: Service, url: str) -> None:
 
 
 def _show_address(url: str, model: str, *, has_key: bool) -> None:
+    """Print the URL, and a curl command for a first request."""
     request = {"model": model, "messages": [{"role": "user", "content": "你好"}]}
     key = ' -H "Authorization: Bearer $KEY"' if has_key else ""
     data = json.dumps(request, ensure_ascii=False)

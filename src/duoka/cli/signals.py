@@ -1,4 +1,4 @@
-"""Ctrl-C and other signals end the program, once each; its clean-up is left alone."""
+"""Signal handling: a signal ends the program once, and repeats don't interrupt the clean-up."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import time
 from types import FrameType
 from typing import Any
 
-# For so long after a signal another one is taken for the same wish, and can't stop the clean-up.
-_PATIENCE_SECONDS = 2.0
-_AGAIN_SECONDS = 0.05
+# Further signals are ignored for this time, so that they don't interrupt the clean-up.
+_IGNORE_SECONDS = 2.0
+_RESEND_SECONDS = 0.05
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Terminated(BaseException):
-    """The program was asked to end: SIGTERM, or SIGHUP because its terminal has gone."""
+    """Raised by SIGTERM, and by SIGHUP, which means that the terminal was closed."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -25,12 +25,12 @@ class Terminated(BaseException):
 
 
 class _Handler:
-    """Python's handler for a signal."""
+    """Handler of all signals that end the program."""
 
-    # The first signal raises, and the exception unwinds the program. Until `_PATIENCE_SECONDS`
-    # later further ones are ignored, so that an impatient second Ctrl-C doesn't interrupt the
-    # clean-up; a later one raises again. `stopped_by` holds the signal until `forget`, and gives
-    # the exit code also where a library has turned the exception into another one.
+    # The first signal raises an exception, which unwinds the program. For `_IGNORE_SECONDS` further
+    # signals are ignored, so that a second Ctrl-C doesn't interrupt the clean-up; after this time a
+    # signal raises again. `stopped_by` stores the signal until `forget` is called: it determines
+    # the exit code even if a library turned the exception into another error.
 
     def __init__(self) -> None:
         self.stopped_by: int | None = None
@@ -40,13 +40,13 @@ class _Handler:
         if _would_be_lost(frame):
             _send_later(signum)
             return
-        is_late = time.monotonic() - self._raised_at > _PATIENCE_SECONDS
+        is_late = time.monotonic() - self._raised_at > _IGNORE_SECONDS
         if self.stopped_by is None or is_late:
             self.stopped_by, self._raised_at = signum, time.monotonic()
             raise KeyboardInterrupt if signum == signal.SIGINT else Terminated(signum)
 
     def hear(self, unraisable: Any) -> None:
-        """Send a signal again whose exception Python drops; see `sys.unraisablehook`."""
+        """Resend a signal whose exception Python dropped; installed as `sys.unraisablehook`."""
         error = unraisable.exc_value
         if isinstance(error, (KeyboardInterrupt, Terminated)):
             self.stopped_by = None
@@ -56,10 +56,10 @@ class _Handler:
 
 
 def _would_be_lost(frame: FrameType | None) -> bool:
-    """Return True if an exception of a handler would get lost, or break the program.
+    """Return True if an exception raised at this frame would be dropped or crash the program.
 
-    Python drops what a destructor raises and leaves its work half done; asyncio does the same to
-    what a callback raises; and the C++ code of torch ends the process if its import fails.
+    Python drops exceptions of a destructor, which is left half done; asyncio drops exceptions of a
+    callback; and the C++ code of torch ends the process if torch's import fails.
     """
     while frame is not None:
         module, name = str(frame.f_globals.get("__name__")), frame.f_code.co_name
@@ -71,18 +71,18 @@ def _would_be_lost(frame: FrameType | None) -> bool:
 
 
 def _send_later(signum: int) -> None:
-    """Send a signal to this process a moment later."""
+    """Send a signal to this process after a short delay."""
 
     def send() -> None:
-        time.sleep(_AGAIN_SECONDS)
+        time.sleep(_RESEND_SECONDS)
         os.kill(os.getpid(), signum)
 
-    # Not a `threading.Thread`: the handler may have interrupted code that holds threading's locks.
+    # Not a `threading.Thread`: the interrupted code may hold locks of the threading module.
     _thread.start_new_thread(send, ())
 
 
 def install() -> None:
-    """Handle the signals for ending the program, except signals ignored by its parent."""
+    """Install the handler for SIGINT, SIGTERM and SIGHUP, except those ignored by the parent."""
     handler = _Handler()
     for signum in _SIGNALS:
         if signal.getsignal(signum) in (signal.default_int_handler, signal.SIG_DFL):
@@ -91,26 +91,27 @@ def install() -> None:
 
 
 def forget() -> None:
-    """Forget the current signal: the program goes on."""
-    handler = _installed()
+    """Clear the stored signal, because the program continues."""
+    handler = _find_handler()
     if handler is not None:
         handler.stopped_by = None
 
 
 def ignore() -> None:
-    """Let no signal change the exit code any more: the program is ending."""
-    # Not blocked, which holds for one thread only; and Python leaves what is ignored ignored when
-    # it puts everything else back at its end.
+    """Ignore all signals while the program ends, so that none changes the exit code."""
+    # Ignored and not blocked: blocking applies to one thread only. Python's finalization restores
+    # other handlers, but keeps ignored signals ignored.
     for signum in _SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
 
 
 def stopped_by() -> int | None:
-    """Return the signal behind the end of the program, if any."""
-    handler = _installed()
+    """Return the signal that is ending the program; None without one."""
+    handler = _find_handler()
     return handler.stopped_by if handler is not None else None
 
 
-def _installed() -> _Handler | None:
+def _find_handler() -> _Handler | None:
+    """Return the installed handler; None before `install` or after `ignore`."""
     handlers = (signal.getsignal(signum) for signum in _SIGNALS)
     return next((handler for handler in handlers if isinstance(handler, _Handler)), None)

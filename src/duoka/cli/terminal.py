@@ -1,7 +1,7 @@
-"""Output: answers on the standard output, all else on the standard error.
+"""Output: answers on the standard output, everything else on the standard error.
 
-rich leaves colours out where the output is no terminal, and where NO_COLOR is set. What a model
-or a checkpoint says never reaches a terminal as a command to it.
+rich prints no colours if the output is not a terminal or NO_COLOR is set. Text of a model or a
+checkpoint can't send control sequences to a terminal: control characters are escaped.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _HINT = "give a file in an existing, writable directory"
 
 
 def answer(text: str) -> None:
-    """Write a part of an answer at once: unchanged to a file or pipe, harmless to a terminal."""
+    """Write and flush a part of an answer; on a terminal escape its control characters."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def answer_stream(pieces: Iterator[str], waiting: str) -> None:
-    """Write the pieces of an answer, and until the first of them show that work goes on."""
+    """Write the parts of an answer as they come; show the status `waiting` until the first."""
     with working(waiting):
         first_piece = next(pieces, "")
     for piece in chain([first_piece], pieces):
@@ -54,15 +54,17 @@ def answer_stream(pieces: Iterator[str], waiting: str) -> None:
 
 
 class _Console(Console):
+    """Console that escapes control characters and reports a broken pipe to `main`."""
+
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
-        """Render; names out of a checkpoint or a plan's file can't give commands to a terminal."""
+        """Render with control characters escaped, as in names from a checkpoint or plan file."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
     def on_broken_pipe(self) -> None:
-        """Leave a broken pipe to `main`; rich would end the process."""
+        """Let `main` handle a broken pipe; rich would exit the process."""
         raise BrokenPipeError
 
 
@@ -87,7 +89,7 @@ def print_json(data: object) -> None:
 
 
 def new_table(*columns: str, num_text_columns: int = 1, caption: str = "") -> Table:
-    """Make a table of figures: columns of text on the left, then columns of numbers."""
+    """Create a table: `num_text_columns` columns of text, then columns of numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for place, name in enumerate(columns):
         is_text = place < num_text_columns
@@ -103,7 +105,7 @@ def new_table(*columns: str, num_text_columns: int = 1, caption: str = "") -> Ta
 
 @contextmanager
 def working(what: str = "") -> Iterator[None]:
-    """Show the current work: in place on a terminal, else line by line."""
+    """Show the current work: one updated line on a terminal, else a line per new message."""
     console = stderr()
     if console.is_terminal:
         with console.status(Text(what)) as status, heard_by(lambda text: status.update(Text(text))):
@@ -127,8 +129,8 @@ def working(what: str = "") -> Iterator[None]:
 def progress_bars() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
     """Show progress bars, on a terminal only.
 
-    What is given makes a bar by its label; the bar is driven by (done, total), and is seen from
-    the first time on.
+    Yields a function that creates a bar with a label and returns the bar's `update(done, total)`.
+    A bar is visible from its first update.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -154,16 +156,16 @@ def progress_bars() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
 
 
 def check_file(file: Path | None, what: str) -> None:
-    """Refuse an unwritable file, before minutes are spent on its content."""
+    """Raise UsageError for an unwritable file, before its content is computed."""
     if file is None:
         return
-    why = _obstacle(file)
+    why = _why_unwritable(file)
     if why:
         raise UsageError(f"{what} can't be written to {str(file)!r}: {why}", hint=_HINT)
 
 
 def write_file(file: Path, text: str) -> None:
-    """Write a file whole or not at all, and say so."""
+    """Write a file atomically, and report it."""
     try:
         write_whole(file, text)
     except OSError as error:
@@ -171,12 +173,13 @@ def write_file(file: Path, text: str) -> None:
             raise UsageError(
                 f"{str(file)!r} can't be written: {error.strerror}", hint=_HINT
             ) from error
-        error.filename = error.filename or str(file)  # writing knows of no name
+        error.filename = error.filename or str(file)  # errors of write() have no file name
         raise
     note(f"saved to {file}")
 
 
-def _obstacle(file: Path) -> str:
+def _why_unwritable(file: Path) -> str:
+    """Return why a file can't be created or replaced; "" if it can."""
     if not file.name or str(file) == "-":
         return "that is not a file name"
     if file.is_dir():

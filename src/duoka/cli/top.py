@@ -62,17 +62,17 @@ def top(
         if console.is_terminal and not ends:
             screen = opened.enter_context(Live(console=console, auto_refresh=False, screen=True))
             takers.append(lambda now: screen.update(View(now, " · Ctrl-C quits"), refresh=True))
-        snapshot = _watch(monitor, takers, None if ends else interval)
+        snapshot = _take_snapshots(monitor, takers, None if ends else interval)
     if json:
         print_json(to_dict(snapshot))
     elif ends:
         console.print(View(snapshot))
 
 
-def _watch(
+def _take_snapshots(
     monitor: Monitor, takers: Sequence[Callable[[GpuSnapshot], None]], interval: float | None
 ) -> GpuSnapshot:
-    """Take a snapshot, or repeatedly until Ctrl-C; return the last snapshot."""
+    """Pass snapshots to `takers` until Ctrl-C, or one if `interval` is None; return the last."""
     snapshot = monitor.look()
     try:
         while True:

@@ -1,4 +1,4 @@
-"""The options of training, and their reader."""
+"""Options of training plans, and the conversion of old option names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _train = partial(option, panel=_PANEL)
 _train_flag = partial(flag, panel=_PANEL)
 
 
-# Earlier names of options; they go with the next release.
+# Old names of options by command, with the current name; removed in the next release.
 _RENAMED = {
     "plan": {"--gradient-checkpointing": "--checkpointing"},
     "check": {"--gradient-checkpointing": "--checkpointing"},
@@ -27,9 +27,10 @@ _RENAMED = {
 
 
 def complete_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments in today's words, and notes on earlier names of options.
+    """Return the command line with current option names, and notes on old names it used.
 
-    `duoka check --train` becomes `--train full`, and `--train qlora` adapters on weights in 4 bit.
+    For `duoka check`, `--train` without a method becomes `--train full`. For `duoka plan` and
+    `duoka check`, `--train qlora` becomes `--train lora --quantize nf4`.
     """
     command = next((word for word in arguments if not word.startswith("-")), "")
     words, notes = [], []
@@ -45,7 +46,7 @@ def complete_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     if command == "check":
         for at in reversed(range(len(words))):
             following = words[at + 1] if at + 1 < len(words) else ""
-            # A word that names nothing that is there is meant to be a method.
+            # A plain word that is no existing file (such as the MODEL) is meant as the method.
             is_method = following.isalnum() and not Path(following).exists()
             if words[at] == "--train" and not is_method:
                 words.insert(at + 1, "full")
@@ -53,7 +54,7 @@ def complete_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _split_qlora(words: list[str]) -> None:
-    """Write ``--train qlora`` as ``--train lora --quantize nf4``, unless a format is given."""
+    """Replace ``--train qlora`` by ``--train lora``; add ``--quantize nf4`` unless given."""
     for at, word in enumerate(words):
         pair = words[at - 1 : at + 1]
         if word == "--train=qlora" or pair == ["--train", "qlora"]:
@@ -64,7 +65,7 @@ def _split_qlora(words: list[str]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOptions(OptionGroup):
-    """The training, as written; None if not given."""
+    """Training options, as written on the command line; None if not given."""
 
     train: str | None = _train(
         "METHOD",
@@ -117,7 +118,7 @@ class TrainingOptions(OptionGroup):
     )
 
     def read(self) -> Training | None:
-        """Return the training of the options; None for answering."""
+        """Return the training to plan; None without --train, for a plan for generation."""
         names = all_but(TrainingOptions, "train")
         options = self.given_options(*names)
         if self.train is None and options:

@@ -1,4 +1,4 @@
-"""``duoka tune``: fine-tuning by a plan, on every GPU."""
+"""``duoka tune``: fine-tune a model as planned, on all GPUs."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _how_flag = partial(flag, panel="Training")
 _where = partial(option, panel="Where")
 _run = partial(option, panel="The run")
 _run_flag = partial(flag, panel="The run")
-_NOWHERE = Path("not-saved")  # where nothing is run
-_PREVIEW = 3
+_UNUSED_DIRECTORY = Path("not-saved")  # for --dry-run, which writes nothing
+_NUM_PREVIEWED = 3
 
 
 def _read_config(context: typer.Context, file: Path | None) -> Path | None:
-    """Make the options of a TOML file the defaults of options that are not given."""
+    """Use the values of a TOML file as the defaults of options that are not given."""
     if file is None:
         return None
     try:
@@ -62,7 +62,7 @@ def _read_config(context: typer.Context, file: Path | None) -> Path | None:
         declared = known[choose(f"{file}: the option", name.replace("_", "-"), sorted(known))]
         if isinstance(value, list):
             value = [*map(str, value)]
-        elif not isinstance(value, bool):  # as it would be written on the command line
+        elif not isinstance(value, bool):  # text, as on the command line
             value = [str(value)] if declared.multiple or declared.nargs != 1 else str(value)
         context.default_map[declared.name] = value
     return file
@@ -70,7 +70,7 @@ def _read_config(context: typer.Context, file: Path | None) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneOptions(OptionGroup):
-    """Options of a run, as written; None if not given."""
+    """Options of a training run, as written on the command line; None if not given."""
 
     data: list[str] | None = argument(
         "DATA",
@@ -186,18 +186,18 @@ def tune(model: ModelOptions, options: TuneOptions) -> None:
     from duoka.workers.worker import LOST
 
     try:
-        _tell(_resume(options) if options.resume else _start(options, model))
+        _print_result(_resume(options) if options.resume else _start(options, model))
     except LostError:
-        raise typer.Exit(LOST) from None  # another process of torchrun's has told why
+        raise typer.Exit(LOST) from None  # the torchrun process at fault has reported why
 
 
 def _start(options: TuneOptions, model: ModelOptions) -> TuneResult:
-    """Plan a run, show it, and train."""
+    """Plan a new run, print the plan and sample data, and train."""
     if not model.model or not options.data:
         raise UsageError(
             "MODEL or DATA is missing", hint="give at least: duoka tune MODEL DATA --save DIR"
         )
-    _refuse_together(options)
+    _refuse_conflicts(options)
     gpus = options.gpus or planning.ALL_GPUS
     planning.read_fleet(gpus)
     checkpoint = planning.open_checkpoint(model, to_run=True)
@@ -208,17 +208,17 @@ def _start(options: TuneOptions, model: ModelOptions) -> TuneResult:
             checkpoint,
             options.data,
             gpus,
-            save=options.save or _NOWHERE,
+            save=options.save or _UNUSED_DIRECTORY,
             settings=_settings(options),
             replicas=replicas.read_number(options.replicas or "auto"),
             plan=None if options.plan is None else Plan.load(options.plan),
             adapter=options.adapter,
-            show=partial(_show, goes_on=not options.dry_run),
+            show=partial(_print_plans, goes_on=not options.dry_run),
         )
 
 
-def _refuse_together(options: TuneOptions) -> None:
-    """Refuse options of which one would be ignored."""
+def _refuse_conflicts(options: TuneOptions) -> None:
+    """Raise UsageError for combinations in which one option would be ignored."""
     either = "omit one of them"
     if options.plan is not None:
         options.refuse(
@@ -237,6 +237,7 @@ def _refuse_together(options: TuneOptions) -> None:
 
 
 def _settings(options: TuneOptions) -> TuneSettings:
+    """Convert the given options to settings; the settings' defaults apply to the others."""
     from duoka.tuner.settings import TuneSettings
 
     readers: dict[str, Callable[[Any], Any]] = {
@@ -256,20 +257,20 @@ def _settings(options: TuneOptions) -> TuneSettings:
     )
 
 
-def _show(run: TuneRun, *, goes_on: bool) -> bool:
-    """Print the plans and the first samples; whether the run goes on."""
+def _print_plans(run: TuneRun, *, goes_on: bool) -> bool:
+    """Print the plans and the first samples; return `goes_on`: False ends the run here."""
     from duoka.report.terminal import render_plan
     from duoka.tuner.data import render_preview
 
     console = stdout()
     for plan in run.plans:
         console.print(render_plan(plan))
-    console.print(render_preview(run.samples, run.tokenizer, _PREVIEW))
+    console.print(render_preview(run.samples, run.tokenizer, _NUM_PREVIEWED))
     return goes_on
 
 
 def _resume(options: TuneOptions) -> TuneResult:
-    """Go on with a run, where it was or on other GPUs."""
+    """Resume a run from its last checkpoint, on the same GPUs or on other ones."""
     fixed_names = all_but(TuneOptions, "save", "resume", "gpus", "replicas", "data")
     changes = options.given_options(*fixed_names)
     if changes:
@@ -289,7 +290,8 @@ def _resume(options: TuneOptions) -> TuneResult:
         return resume(directory)
 
 
-def _tell(result: TuneResult) -> None:
+def _print_result(result: TuneResult) -> None:
+    """Print the report and the result; exit with the signal's code if the run was stopped."""
     from duoka.tuner.report import render_report
 
     if result.report is not None:

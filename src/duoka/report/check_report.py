@@ -18,15 +18,15 @@ from duoka.forecast.workload import Workload
 from .measured import PeakBytes
 
 VERSION = 1
-"""The version of a report's JSON form."""
+"""Version of the JSON form of a report."""
 
 Effect = Literal["raises", "nothing"]
-"""What CUDA does: raises an error, or goes on."""
+"""Behavior of CUDA at a fault: it raises an error, or it continues without one."""
 
 FaultKind = Literal[
     "mixed-devices",  # an operation on tensors of several GPUs, or of a GPU and the CPU
     "in-place",  # a write into a tensor on another device
-    "gradient",  # a gradient that comes back on another device than its tensor's
+    "gradient",  # a backward function returns it on another device than its tensor
     "hard-coded-device",  # .cuda(), device="cuda:0", device=0 in model code
 ]
 
@@ -56,7 +56,7 @@ class CallSite:
     """One call on the path from the model to a fault.
 
     `place` is the running line and the expression in it. `module` is the name of the module whose
-    method runs, as in `named_modules`; "" for the model itself and outside of modules.
+    method runs, as in `named_modules`; "" for the model itself and for code outside of modules.
     """
 
     place: Place
@@ -80,10 +80,11 @@ class Origin:
 class Operand:
     """A tensor operand of a faulty operation.
 
-    `argument` is what it is to the operation ("self", "tensors[1]"), `expression` the source text
-    at `place` that gives it to the operation ("self.mlp(h)"; "" if it doesn't stand there, as in a
-    list). It was on `device`, by the name that the placement uses. Where it was `moved`, it isn't
-    where the operation runs: the check moved it to go on, and so does a repair.
+    `argument` names the argument of the call ("self", "tensors[1]"). `expression` is the source
+    text at `place` that passes the tensor, such as "self.mlp(h)"; "" if there is none, as for a
+    tensor in a list. `device` is its device before the operation, as the placement names it. If
+    `moved`, the tensor was on another device than the operation: the check moved it to continue,
+    and a repair does the same.
     """
 
     argument: str
@@ -101,15 +102,17 @@ class Operand:
 class Fault:
     """A line of model code with a failure or misbehavior on several devices.
 
-    The same place in forty layers, steps or chunks is one fault. `op` is the operation as it was
-    called ("torch.cat", "Tensor.__add__"), `operands` its tensors in their order, `target` the
-    device that the check let it run on, to go on. `place` is the expression at fault, innermost in
-    code that is not PyTorch's, and the last of the `path` from the model's top; `message` is what
-    CUDA says, with the placement's devices. `phase` is the step in which it was met first
-    ("forward", "prefill", "decode", "loss" or "backward"), `modules` where, in the order of their
-    first time, and `count` how often in the step where that was most. `followups` are those that
-    this one alone causes. `at_hand` is what a repair can name the target by: local names, and
-    attributes of `self`, that hold a tensor there whenever the place is reached.
+    The same line reached in many layers, steps or chunks is one fault.
+
+    `op` is the operation as called ("torch.cat", "Tensor.__add__"), `operands` its tensors in
+    order, and `target` the device on which the check ran the operation. `place` is the expression:
+    the innermost one outside of PyTorch, and the last of `path`, which starts at the model's call.
+    `message` is CUDA's error with the placement's device names. `phase` is the first step with the
+    fault ("forward", "prefill", "decode", "loss" or "backward"), `modules` lists the modules in
+    order of their first occurrence, and `count` is the maximum number of occurrences in one step.
+    `followups` are faults that only this fault causes. `at_hand` are names that a repair can use to
+    get the target device: local variables and attributes of `self` that hold a tensor on the target
+    whenever the line is reached.
     """
 
     kind: FaultKind
@@ -153,7 +156,7 @@ class Fault:
 
     @property
     def expressions(self) -> tuple[str, ...]:
-        """Source texts of the operands, in the order of the call."""
+        """Source texts of the operands in call order, or argument names; without repetition."""
         texts = (operand.expression or operand.argument for operand in self.operands)
         return tuple(dict.fromkeys(texts))
 
@@ -163,8 +166,8 @@ class PeakMemory(PeakBytes):
     """Peak memory of one device, by kind.
 
     `kinds` splits `allocated_bytes` at its peak: "weights", "inputs", "cache", "gradients",
-    "activations", and "rounding" for the rest. `place` and `module` are the line of model code and
-    the module of the last allocation at the peak.
+    "activations", and "rounding" for the remainder. `place` and `module` are the line of model code
+    and the module whose allocation reached the peak.
     """
 
     budget_bytes: int | None = None
@@ -206,7 +209,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """Location where the model's code failed for a reason unrelated to devices.
+    """Error that ended the model's code early, for a reason unrelated to devices.
 
     `message` is the error with its type, `place` the innermost line outside of PyTorch and duoka.
     """
@@ -224,31 +227,31 @@ class CheckReport:
     Parameters
     ----------
     model : str
-        Its class, or its checkpoint.
+        Class of the model, or name of its checkpoint.
     code : str
-        Whose code ran: the class, and the file or package that it is from.
+        Code that ran: the class, with its file or package.
     not_run : tuple of str
-        Files with code that came with the checkpoint, about which nothing is said here.
+        Code files of the checkpoint that did not run, and therefore were not checked.
     devices : tuple of str
-        In the order of the placement.
+        Devices in the order of the placement.
     completeness : Faults
-        What is wrong with the map itself: names that are missing, unknown, doubled, split.
+        Errors of the device map itself: missing, unknown, doubled, split or misplaced names.
     faults : tuple of Fault
-        Where CUDA would raise an error, each once, in the order in which they were met.
+        Faults at which CUDA raises an error, each line once, in the order of occurrence.
     warnings : tuple of Fault
-        What works by luck on this placement alone.
+        Faults without an error on this placement, which raise an error on other placements.
     notes : tuple of str
-        What the check did otherwise than the model would: compiled code run eagerly, say.
+        Differences between the check and a normal run, such as compiled code that ran eagerly.
     stop : Stop, optional
-        Why it could not run to its end.
+        Error that ended the run early; None if it ran to its end.
     train : bool
-        The loss and backward were run.
+        True if the loss and the backward pass ran.
     workload : Workload, optional
-        What was run; None where example inputs said it, or nothing was.
+        Workload that ran; None if example inputs were given, or nothing ran.
     seconds : float
-        How long the check took.
+        Duration of the check.
     subject : object
-        What was checked, for `duoka.repair`. It has no JSON form.
+        Model and placement for `duoka.repair`; not part of the JSON form.
     """
 
     model: str

@@ -1,7 +1,7 @@
 """Render a plan as one HTML page without scripts or network access.
 
-All text of a plan is untrusted: the template escapes it, and control and bidirectional characters
-are spelled out.
+All text of a plan is untrusted: the template escapes it for HTML, and control and bidirectional
+characters are replaced by visible escapes.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from .terminal import explain
 from .terminal.plan import plan_facts, plan_title, render_seconds, unplanned_bytes
 from .terminal.words import without_prefix
 
-_MOST_CELLS = 1200
+_MAX_CELLS = 1200
 
 
 def render_page(plan: Plan, explanation: Explanation | None = None) -> str:
-    """Render the page as HTML."""
+    """Return the page of a plan as HTML, with the reasons of an explanation if given."""
     return _template().render(
         title=" ".join(plan_title(plan)),
         subtitle=plan.source,
         facts=list(plan_facts(plan)),
-        gpus=list(_gpus(plan, explanation)),
-        unused=list(_unused(plan)),
+        gpus=list(_gpu_views(plan, explanation)),
+        unused=list(_placement_notes(plan)),
         table=_table(plan),
         seconds=[line.plain for line in render_seconds(plan)],
-        why=list(_why(plan, explanation)),
-        by_gpu=[] if explanation is None else list(_reasons(explanation)),
+        why=list(_plan_reasons(plan, explanation)),
+        by_gpu=[] if explanation is None else list(_gpu_reasons(explanation)),
         rivals=[] if explanation is None else list(explain.describe_alternatives(explanation)),
         command=command(plan),
         footer=f"A plan of duoka {version('duoka')}, for the model with the fingerprint "
@@ -50,11 +50,12 @@ def render_page(plan: Plan, explanation: Explanation | None = None) -> str:
 
 @cache
 def _template() -> Template:
+    """Load the template, with autoescaping and errors for undefined values."""
     environment = Environment(
         loader=PackageLoader(__package__, "."),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=_printable,
+        finalize=_escape_controls,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -62,19 +63,21 @@ def _template() -> Template:
     return environment.get_template("plan.html.jinja")
 
 
-def _printable(value: object) -> object:
+def _escape_controls(value: object) -> object:
+    """Replace control and bidirectional characters of a string by visible escapes."""
     return printable(value) if type(value) is str else value
 
 
-def _gpus(plan: Plan, explanation: Explanation | None) -> Iterator[dict[str, Any]]:
+def _gpu_views(plan: Plan, explanation: Explanation | None) -> Iterator[dict[str, Any]]:
+    """Yield the template's values for each GPU: texts, parts of its bar, and module cells."""
     totals = [
         stage.reserved_bytes + sum(unplanned_bytes(plan, stage).values())
         for stage in plan.forecast.devices
     ]
-    links = {} if explanation is None else _links(explanation)
+    links = {} if explanation is None else _incoming_transfers(explanation)
     main = main_list([name for name, _ in plan.placement.entries])
     for place, forecast in enumerate(plan.forecast.devices):
-        parts = list(_parts(plan, forecast))
+        parts = list(_bar_parts(plan, forecast))
         budget = _amount(plan, forecast.budget_bytes)
         full = f"{_amount(plan, forecast.reserved_bytes)} of {budget}"
         amounts = ", ".join(f"{part['kind']} {part['amount']}" for part in parts if part["is_told"])
@@ -90,16 +93,17 @@ def _gpus(plan: Plan, explanation: Explanation | None) -> Iterator[dict[str, Any
         }
 
 
-def _links(explanation: Explanation) -> dict[int, str]:
-    """Return the incoming transfer of each stage if the stages form a chain."""
+def _incoming_transfers(explanation: Explanation) -> dict[int, str]:
+    """Describe each stage's incoming transfer by stage; {} if the stages form no simple chain."""
     crossings = list(explain.describe_transfers(explanation))
     is_chain = len(crossings) == len(explanation.shares) - 1
     return dict(enumerate(crossings, 1)) if is_chain else {}
 
 
-def _parts(plan: Plan, forecast: StageBytes) -> Iterator[dict[str, Any]]:
+def _bar_parts(plan: Plan, forecast: StageBytes) -> Iterator[dict[str, Any]]:
+    """Yield the kinds of memory of a GPU with their shares of its bar in percent."""
     sizes = [*forecast.kinds.items(), *unplanned_bytes(plan, forecast).items()]
-    # A plan's file can say anything; what is drawn is never more than the whole.
+    # The values come from an untrusted plan file: the bar is never longer than 100 %.
     total = max(forecast.budget_bytes, sum(max(size, 0) for _, size in sizes), 1)
     for kind, size in sizes:
         yield {
@@ -122,9 +126,10 @@ def _percent(part: int, total: int) -> float:
 
 
 def _cells(plan: Plan, device: str, main: str | None) -> Iterator[dict[str, Any]]:
+    """Yield a cell for each module of a device; a layer of the list `main` is only a number."""
     names = [name for name, at in plan.placement.entries if at == device]
     offloaded = frozenset(plan.offloaded)
-    for name in names[:_MOST_CELLS]:
+    for name in names[:_MAX_CELLS]:
         at = layer_of(name)
         is_layer = at is not None and name == f"{main}.{at[1]}"
         is_away = name in offloaded
@@ -134,7 +139,7 @@ def _cells(plan: Plan, device: str, main: str | None) -> Iterator[dict[str, Any]
             "title": f"{name}, weights in CPU memory" if is_away else name,
             "is_away": is_away,
         }
-    num_hidden = len(names) - _MOST_CELLS
+    num_hidden = len(names) - _MAX_CELLS
     if num_hidden > 0:
         yield {
             "text": f"and {num_hidden} more",
@@ -143,7 +148,8 @@ def _cells(plan: Plan, device: str, main: str | None) -> Iterator[dict[str, Any]
         }
 
 
-def _unused(plan: Plan) -> Iterator[str]:
+def _placement_notes(plan: Plan) -> Iterator[str]:
+    """Describe offloaded modules and unused GPUs."""
     if plan.offloaded:
         yield (
             f"↑: the weights of {format_count(len(plan.offloaded), 'module')} are offloaded to "
@@ -160,6 +166,7 @@ def _gpu_name(device: Device) -> str:
 
 
 def _table(plan: Plan) -> dict[str, Any]:
+    """Return the memory of each GPU by kind: unit, headings and rows."""
     devices = plan.forecast.devices
     unit, divisor = unit_for(max(device.budget_bytes for device in devices))
     kinds = [kind for kind in KIND_FIELDS if any(device.kinds[kind] for device in devices)]
@@ -172,17 +179,19 @@ def _table(plan: Plan) -> dict[str, Any]:
     return {"unit": unit, "heads": heads, "rows": rows}
 
 
-def _why(plan: Plan, explanation: Explanation | None) -> Iterator[str]:
+def _plan_reasons(plan: Plan, explanation: Explanation | None) -> Iterator[str]:
+    """Yield the plan's reasons; an explanation adds the objective and replaces the GPU count."""
     if explanation is None:
         yield from (reason.text for reason in plan.why)
         return
     yield from explain.describe_objective(explanation)
     yield from filter(None, [explain.explain_gpu_count(explanation)])
-    # The explanation has said why so many GPUs, with numbers.
+    # The explanation already gives the reason for the number of GPUs, with bytes.
     yield from (reason.text for reason in plan.why if reason.kind != "gpus")
 
 
-def _reasons(explanation: Explanation) -> Iterator[tuple[str, list[str]]]:
+def _gpu_reasons(explanation: Explanation) -> Iterator[tuple[str, list[str]]]:
+    """Yield for each GPU the sentences on its memory, and on fewer or more modules."""
     for share in explanation.shares:
         sentences = explain.explain_neighbors(explanation, share.device)
         yield share.device, [explain.describe_memory(share), *sentences]

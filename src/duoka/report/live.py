@@ -1,9 +1,9 @@
 """Live memory of duoka processes, published in one small file per process.
 
-The files are in ``/tmp/duoka-UID``, independent of session, job or service. The directory must
-belong to the user and be private, otherwise nothing is read or written. A file is replaced
-atomically about once a second; the next reader removes files of ended processes and files that were
-not replaced for long.
+The files are in ``/tmp/duoka-UID``, the same directory for every session, job and service of a
+user. The directory must belong to the user and be private, otherwise nothing is read or written. A
+process replaces its file atomically about once a second. A reader removes the files of ended
+processes and files older than a minute.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from duoka.errors import FormatError, MachineError
 from duoka.forecast.stage_bytes import StageBytes
 
 _ROOT = Path("/tmp")
-_NAME = re.compile(r"(\d{1,7})-[0-9a-z]{1,20}\.(json|partial)", re.ASCII)
-_MOST_BYTES = 2**20
-# Its process hangs, or its number is another one's by now.
+_FILE_NAME = re.compile(r"(\d{1,7})-[0-9a-z]{1,20}\.(json|partial)", re.ASCII)
+_MAX_BYTES = 2**20
+# An older file is stale: its process hangs, or its pid now belongs to another process.
 _STALE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveDevice:
-    """Memory of a process on a device: now, and at the peak of its plan.
+    """Memory of a process on a device: `measured` now, `forecast` at the peak of its plan.
 
     `uuid` is empty for a virtual GPU. `busy_share` is the share of recent time in which the device
-    computed, if known.
+    computed; None if unknown.
     """
 
     pid: int
@@ -48,11 +48,13 @@ class LiveDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
+    """Content of one process's file."""
+
     devices: tuple[LiveDevice, ...]
 
 
 def live_directory() -> Path:
-    """Return the directory of this user's files."""
+    """Return the directory with the files of this user's processes."""
     return _ROOT / f"duoka-{os.getuid()}"
 
 
@@ -75,19 +77,22 @@ def withdraw_memory(name: str) -> None:
 
 
 def read_memory() -> list[LiveDevice]:
-    """Read the memory of all processes of this user and remove stale files."""
+    """Read the published memory of all processes of this user; remove stale files."""
     devices: list[LiveDevice] = []
     if os.path.lexists(live_directory()):
         _refuse_untrusted()
         for file in live_directory().iterdir():
-            # It goes this moment, or isn't what duoka writes.
+            # The file may have just been removed, or may not be duoka's.
             with suppress(OSError, ValueError, FormatError):
                 devices += _read(file)
     return sorted(devices, key=lambda device: (device.pid, device.measured.device))
 
 
 def _refuse_untrusted() -> None:
-    """Refuse a directory of another user (``/tmp`` is sticky, so ours cannot be replaced)."""
+    """Raise MachineError unless the directory is private and owned by this user.
+
+    ``/tmp`` is sticky, so other users can't replace a directory that passed this test.
+    """
     status = live_directory().lstat()
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or mode & 0o077:
@@ -99,14 +104,15 @@ def _refuse_untrusted() -> None:
 
 
 def _read(file: Path) -> Iterator[LiveDevice]:
-    match = _NAME.fullmatch(file.name)
+    """Yield the devices of a file; remove the file if it is stale or its process has ended."""
+    match = _FILE_NAME.fullmatch(file.name)
     if match is None:
         return
     pid = int(match[1])
     if time.time() - file.lstat().st_mtime > _STALE_SECONDS or not _is_ours(pid):
         file.unlink()
     elif file.suffix == ".json":
-        content = parse_json_object(read_bytes(file, most_bytes=_MOST_BYTES), file.name)
+        content = parse_json_object(read_bytes(file, most_bytes=_MAX_BYTES), file.name)
         devices = from_dict(_File, content).devices
         yield from (device for device in devices if device.pid == pid)
 

@@ -12,7 +12,7 @@ from duoka.forecast.stage_bytes import StageBytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakBytes:
-    """Peaks of the allocator of one device, not necessarily at the same time."""
+    """Peak allocated and peak reserved bytes of a device, possibly at different times."""
 
     device: str
     allocated_bytes: int
@@ -23,8 +23,8 @@ class PeakBytes:
 class Measured:
     """Measurements of loading and generation.
 
-    `context_tokens` is the longest prompt plus completion. `first_token_seconds` is the mean time
-    to first token, `tokens_per_second` the decode speed; None if nothing was timed.
+    `context_tokens` is the length of the longest prompt with its completion. `first_token_seconds`
+    is the mean time to first token and `tokens_per_second` the decode speed; None if not timed.
     """
 
     devices: tuple[PeakBytes, ...]
@@ -33,12 +33,12 @@ class Measured:
     tokens_per_second: float | None = None
 
     def beside(self, forecast: Forecast) -> Iterator[tuple[PeakBytes, StageBytes]]:
-        """Pair each device that has an allocator with its forecast."""
+        """Pair each measured device with its forecast."""
         stages = {stage.device: stage for stage in forecast.devices}
         return ((peaks, stages[peaks.device]) for peaks in self.devices)
 
     def to_dict(self, forecast: Forecast) -> dict[str, Any]:
-        """Convert to a JSON-compatible dict."""
+        """Convert to a JSON-compatible dict, with the forecast of each measured device."""
         data = asdict(self)
         data["forecast"] = [asdict(stage) for _, stage in self.beside(forecast)]
         return data

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _INCHES_WIDE = 8.0
 BLUE, ORANGE = "#2f6db5", "#d9822b"
 _DOTS_PER_INCH = 150
-# Of a row, as far as a bar goes up and down from its middle, and a mark across it.
+# Distance from the middle of a row to the edge of its bar, and to the end of its mark.
 _HALF_BAR, _HALF_MARK = 0.25, 0.38
 
 
@@ -54,7 +54,10 @@ def draw_bars(
     forecasts: Sequence[float],
     names: tuple[str, str],
 ) -> None:
-    """Draw a bar for each measurement and a mark for each forecast; NaN for none."""
+    """Draw a row per label: a bar for the measurement, a mark for the forecast.
+
+    NaN draws no bar or no mark. `names` are the legend labels of bars and marks.
+    """
     rows = range(len(labels))
     axes.barh(rows, measured, height=2 * _HALF_BAR, color=BLUE, label=names[0])
     axes.vlines(
@@ -81,7 +84,7 @@ def save_picture(figure: Figure, file: Path) -> Path:
     kind = file.suffix.lower().removeprefix(".")
     try:
         figure.savefig(file, format=kind or "png", dpi=_DOTS_PER_INCH)
-    except (OSError, ValueError) as error:  # of a format that matplotlib doesn't know
+    except (OSError, ValueError) as error:  # ValueError: matplotlib doesn't know the format
         raise UsageError(
             f"{file} can't be written: {why(error)}",
             hint="give a .png, .svg or .pdf file in an existing, writable directory",

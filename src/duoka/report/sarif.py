@@ -1,7 +1,8 @@
 """Convert a report to SARIF 2.1.0, which code hosts show in pull requests.
 
 Section numbers refer to OASIS, "Static Analysis Results Interchange Format (SARIF) Version 2.1.0".
-A fault becomes a result; an incomplete map and code that stopped become notifications.
+Faults and memory overflows become results; an incomplete map, unchecked code and an early stop
+become notifications.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _FINGERPRINT = "duokaFault/v1"
 _Json = dict[str, Any]
 
 
-# A kind of result: its identifier, its name, and what it means, in short and in full.
+# Rules: identifier, name, short description, and full description.
 _RULES = (
     (
         "mixed-devices",
@@ -68,16 +69,18 @@ _RULES = (
         "the peak.",
     ),
 )
-_INDEX = {name: index for index, (name, *_) in enumerate(_RULES)}
+_RULE_INDEX = {name: index for index, (name, *_) in enumerate(_RULES)}
 
 
 def dumps(report: CheckReport, root: str | os.PathLike[str] | None = None) -> str:
-    """Write a report as a SARIF log."""
+    """Return a report as a SARIF log; paths below `root` (by default the cwd) are relative."""
     base = Path(root or ".").resolve()
     return json.dumps(_Log(report, base).to_dict(), indent=1, ensure_ascii=False)
 
 
 class _Log:
+    """Conversion of one report; `_seen` counts equal fingerprints."""
+
     def __init__(self, report: CheckReport, root: Path) -> None:
         self._report = report
         self._root = root
@@ -87,7 +90,7 @@ class _Log:
         run = {
             "tool": {"driver": _driver()},
             "invocations": [self._invocation()],
-            # The root itself isn't told: it is a path of the machine that ran the check (§3.14.14).
+            # The root's own path is omitted: it is specific to the checking machine (§3.14.14).
             "originalUriBaseIds": {_ROOT: {"description": {"text": "the top of the sources"}}},
             "columnKind": "unicodeCodePoints",
             "results": [*self._results()],
@@ -95,7 +98,7 @@ class _Log:
         return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}
 
     def _invocation(self) -> _Json:
-        """Describe the run (§3.20)."""
+        """Describe the run, with its notifications (§3.20)."""
         report = self._report
         invocation: _Json = {"executionSuccessful": report.stop is None}
         if not report.complete:
@@ -114,6 +117,7 @@ class _Log:
         return invocation | _if_any(toolExecutionNotifications=notifications)
 
     def _results(self) -> Iterator[_Json]:
+        """Yield a result for each fault, warning, and device over its budget."""
         for level, faults in (("error", self._report.faults), ("warning", self._report.warnings)):
             for fault in faults:
                 related = [*self._related_locations(fault)]
@@ -134,10 +138,10 @@ class _Log:
                 yield self._result("memory", "error", text, peak.place, f"memory {peak.device}")
 
     def _result(self, rule: str, level: str, text: str, place: Place, key: str = "") -> _Json:
-        """Describe one fault or peak (§3.27); `key` is its fingerprint's, by default the rule."""
+        """Describe one fault or peak (§3.27); its fingerprint hashes `key`, by default the rule."""
         return {
             "ruleId": rule,
-            "ruleIndex": _INDEX[rule],
+            "ruleIndex": _RULE_INDEX[rule],
             "level": level,
             "message": {"text": text},
             "locations": [self._location(place)],
@@ -145,7 +149,7 @@ class _Log:
         }
 
     def _related_locations(self, fault: Fault) -> Iterator[_Json]:
-        """Locate the origins of the tensors and the followup faults (§3.27.22)."""
+        """Yield the places that created the tensors, and those of followup faults (§3.27.22)."""
         places: dict[Place, str] = {}
         for operand in fault.operands:
             origin = operand.origin
@@ -166,12 +170,14 @@ class _Log:
         return {"threadFlows": [{"locations": [{"location": step} for step in locations]}]}
 
     def _location(self, place: Place) -> _Json:
+        """Describe a place as a SARIF location."""
         physical = {"artifactLocation": self._artifact(place.file), "region": _region(place)}
         function = {"fullyQualifiedName": place.function, "kind": "function"}
         logical = _if_any(logicalLocations=[function] if place.function else [])
         return {"physicalLocation": physical, **logical}
 
     def _artifact(self, file: str) -> _Json:
+        """Describe a file by its URI: relative to the root if the file is below the root."""
         path = Path(file).resolve()
         if path.is_relative_to(self._root):
             return {"uri": quote(path.relative_to(self._root).as_posix()), "uriBaseId": _ROOT}
@@ -180,14 +186,15 @@ class _Log:
     def _fingerprint(self, kind: str, place: Place) -> str:
         """Hash the code of a fault, independent of its line number (§3.27.17)."""
         artifact = self._artifact(place.file)
-        # Of a file elsewhere the directory is the machine's.
+        # The directory of a file outside of the root differs between machines.
         file = artifact["uri"] if "uriBaseId" in artifact else Path(place.file).name
         key = "\n".join((kind, file, place.function, "".join(place.text.split())))
-        self._seen[key] += 1  # the same text twice in one function is two faults
+        self._seen[key] += 1  # numbers equal texts in one function
         return hashlib.sha256(f"{key}\n{self._seen[key]}".encode()).hexdigest()
 
 
 def _notification(level: str, text: str) -> _Json:
+    """Build a notification of the run."""
     return {"level": level, "message": {"text": text}}
 
 
@@ -209,13 +216,13 @@ def _driver() -> _Json:
         for identifier, name, short, full in _RULES
     ]
     driver: _Json = {"name": "duoka", "rules": rules}
-    with suppress(PackageNotFoundError):  # from a checkout that isn't installed
+    with suppress(PackageNotFoundError):  # duoka isn't installed
         driver["version"] = driver["semanticVersion"] = version("duoka")
     return driver
 
 
 def _region(place: Place) -> _Json:
-    """Convert to lines and columns from 1 with an exclusive end (§3.30)."""
+    """Convert a place to SARIF: lines and columns from 1, exclusive end (§3.30)."""
     if not place.end_line:
         return {"startLine": place.line}
     return {
@@ -227,7 +234,7 @@ def _region(place: Place) -> _Json:
 
 
 def _message(fault: Fault, related: list[_Json]) -> str:
-    """Build the message; its links refer to related locations (§3.11.6)."""
+    """Build the message of a fault, with links to the related locations (§3.11.6)."""
     devices = " and ".join(fault.devices)
     tensors = dict.fromkeys(
         f"{_tensor_name(operand)} is on {operand.device}" for operand in fault.operands
@@ -240,10 +247,12 @@ def _message(fault: Fault, related: list[_Json]) -> str:
 
 
 def _tensor_name(operand: Operand) -> str:
+    """Return the expression of an operand, or its argument name."""
     return operand.expression or operand.argument
 
 
 def _escape_links(text: str) -> str:
+    """Escape the characters of SARIF's link syntax."""
     for sign in "\\[]":
         text = text.replace(sign, f"\\{sign}")
     return text

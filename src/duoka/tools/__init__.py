@@ -1,7 +1,7 @@
-"""Tools: programs that stand on the public functions.
+"""Tools: programs built on the public functions.
 
-- `demo`: everything once, on a small model that is made on the spot
-- `top`: every GPU now, and what duoka's processes have of it
-- `bench`: what only running can tell
-- `doctor`: what is wrong with a machine, and what to do
+- `demo`: train a small model, then plan, prove, load and run it
+- `top`: memory and activity of every GPU, with the memory of duoka's processes
+- `bench`: measurements of GPUs, deployments and quantization
+- `doctor`: problems of a machine, with advice
 """

@@ -1,11 +1,10 @@
-"""Exports: a plan in the words of the tools that people already run.
+"""Exports: a plan in the syntax of another tool.
 
-Each tool has one file, which names the page or file that its grammar was learnt from. What a tool
-can't express is refused, and what it will do otherwise than the plan is told in notes. It runs none
-of them.
+Each tool has one module, which names the sources of the tool's syntax. A plan that a tool can't
+express is refused; differences between the plan and the tool's behavior are notes. No tool is run.
 
-- `export`: from a plan to one tool's words, and which tools there are
-- `text`, `common`, `stages`: what several tools share: shell text, GPUs and models, whole layers
+- `export`: the list of tools, and the export of a plan for one of them
+- `text`, `common`, `stages`: shared parts: shell text, GPUs and models, stages of whole layers
 - `accelerate`, `vllm`, `sglang`, `llamacpp`, `torch_pipelining`, `deepspeed`: the tools
 """
 

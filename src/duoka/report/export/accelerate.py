@@ -21,9 +21,9 @@ NAME = "accelerate"
 def export(plan: Plan, profile: Profile | None, names: Convention = "model") -> Export:
     """Write the plan as a Python program."""
     devices = map_of(plan, names, profile, offloaded_to="cpu")
-    device_map: dict[int | str, int | str] = {name: _device(at) for name, at in devices.items()}
+    device_map: dict[int | str, int | str] = {name: _device_key(at) for name, at in devices.items()}
     max_memory: dict[int | str, int | str] = {
-        _device(device.name): device.budget_bytes
+        _device_key(device.name): device.budget_bytes
         for device in plan.fleet.devices
         if device.name in plan.devices
     }
@@ -31,7 +31,7 @@ def export(plan: Plan, profile: Profile | None, names: Convention = "model") -> 
     if is_code and not common.code_option(plan):
         why = "the checkpoint has no code of its own, and so no other names"
         raise export_error(NAME, why, "omit --names")
-    # Code for transformers 4 knows the older name alone, which transformers 5 takes as well.
+    # Code written for transformers 4 only knows `torch_dtype`, which transformers 5 accepts too.
     dtype = "torch_dtype" if is_code else "dtype"
     arguments = [repr(common.model_name(plan)), f"{dtype}=torch.{plan.workload.dtype}"]
     arguments.append("device_map=device_map")
@@ -40,14 +40,14 @@ def export(plan: Plan, profile: Profile | None, names: Convention = "model") -> 
         arguments.append(f"revision={revision!r}")
     if is_code:
         arguments.append("trust_remote_code=True")
-    imports, quantizing = _quantizing(plan)
+    imports, quantizing = _quantization_code(plan)
     if quantizing:
         arguments.append(f"quantization_config={quantizing}")
     import_lines = "\n".join(["import torch", *imports])
     argument_lines = "\n".join(f"    {argument}," for argument in arguments)
     text = f"""\
-device_map = {_literal(device_map)}
-max_memory = {_literal(max_memory)}
+device_map = {_format_dict(device_map)}
+max_memory = {_format_dict(max_memory)}
 
 {import_lines}
 from transformers import AutoModelForCausalLM
@@ -58,8 +58,8 @@ model = AutoModelForCausalLM.from_pretrained(
     return Export(tool=NAME, text=text, notes=tuple(_notes(plan, names)))
 
 
-def _quantizing(plan: Plan) -> tuple[list[str], str]:
-    """Return the imports and the expression that create the plan's quantization config."""
+def _quantization_code(plan: Plan) -> tuple[list[str], str]:
+    """Return the import lines and the expression of the quantization config; [], "" if none."""
     scheme = plan.workload.quantize
     if scheme == "none":
         return [], ""
@@ -77,16 +77,19 @@ def _quantizing(plan: Plan) -> tuple[list[str], str]:
     )
 
 
-def _device(name: str) -> int | str:
+def _device_key(name: str) -> int | str:
+    """Return a GPU's index, as accelerate names it; other devices by name."""
     kind, _, number = name.partition(":")
     return int(number) if kind in ("cuda", "vgpu") and number else name
 
 
-def _literal(values: Mapping[int | str, int | str]) -> str:
+def _format_dict(values: Mapping[int | str, int | str]) -> str:
+    """Format a dict as Python source, one entry per line."""
     return "\n".join(["{", *(f"    {key!r}: {value!r}," for key, value in values.items()), "}"])
 
 
 def _notes(plan: Plan, names: Convention) -> Iterator[str]:
+    """Yield the differences between the plan and accelerate."""
     yield from common.common_notes(plan)
     yield from common.source_note(plan)
     if names == "checkpoint":

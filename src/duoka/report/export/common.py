@@ -18,12 +18,12 @@ from .text import export_error
 
 _PLACEHOLDER = "MODEL"
 _CHATGLM = ("ChatGLM", "GLM4V")
-# Plans keep a model of the Hub with its commit; a path looks otherwise.
-_OF_THE_HUB = re.compile(r"([^/@\s]+/[^/@\s]+)@([0-9a-f]{40})", re.ASCII)
+# A plan's source for a model on the Hub: name and commit. Paths of local models don't match.
+_HUB_SOURCE = re.compile(r"([^/@\s]+/[^/@\s]+)@([0-9a-f]{40})", re.ASCII)
 
 
 def visible_environment(tool: str, devices: Sequence[Device]) -> list[tuple[str, str]]:
-    """Build the environment that makes CUDA enumerate exactly these devices in this order.
+    """Return the environment variables that make CUDA list exactly these devices in this order.
 
     Detected GPUs are named by UUID, which is independent of numbering; declared GPUs by index (CUDA
     C++ Programming Guide, "CUDA Environment Variables").
@@ -58,19 +58,19 @@ def common_notes(plan: Plan, pipeline: LayerPipeline | None = None) -> Iterator[
 
 
 def is_glm4v(plan: Plan) -> bool:
-    """Return True for GLM-4V, whose published class and architecture are those of GLM-4."""
+    """Return True for GLM-4V, which is published with the class and architecture of GLM-4."""
     has_tower = any(".vision" in name for name, _ in plan.placement.entries)
     return has_tower and plan.model.startswith(_CHATGLM)
 
 
 def code_option(plan: Plan) -> list[str]:
-    """Return the option that lets a checkpoint's code run: a ChatGLM tokenizer always is code."""
+    """Return ["--trust-remote-code"] if needed: always for ChatGLM, whose tokenizer is code."""
     is_needed = plan.request.trust_remote_code or plan.model.startswith(_CHATGLM)
     return ["--trust-remote-code"] if is_needed else []
 
 
 def class_notes(plan: Plan, pipeline: LayerPipeline, tool: str) -> tuple[str, ...]:
-    """Refuse several stages for a class that the tool runs on one GPU; note an unknown class."""
+    """Refuse a split model of a class that the tool runs on one GPU; note an unknown class."""
     text = (Path(__file__).parent / "pipelines.json").read_text(encoding="utf-8")
     classes = json.loads(text)[tool.lower()]
     name = "ChatGLMModel" if plan.model.startswith(_CHATGLM) else plan.model
@@ -90,28 +90,28 @@ def class_notes(plan: Plan, pipeline: LayerPipeline, tool: str) -> tuple[str, ..
 
 
 def total_bytes(device: Device) -> int:
-    """Return the total memory of a GPU, or the largest known part of it."""
+    """Return the total memory of a GPU; if unknown, its budget plus reserve."""
     if device.memory_bytes is not None:
         return device.memory_bytes
     return device.budget_bytes + device.reserve_bytes
 
 
 def model_name(plan: Plan) -> str:
-    """Return the model's directory or repository; a placeholder if the plan knows no weights."""
+    """Return the model's directory or repository; a placeholder for a plan without weights."""
     if not plan.source or plan.source.endswith(".json"):  # a model in memory, or a config alone
         return _PLACEHOLDER
-    match = _OF_THE_HUB.fullmatch(plan.source)
+    match = _HUB_SOURCE.fullmatch(plan.source)
     return match[1] if match else plan.source
 
 
 def model_revision(plan: Plan) -> str | None:
     """Return the planned commit on the Hub, or None for a local checkpoint."""
-    match = _OF_THE_HUB.fullmatch(plan.source)
+    match = _HUB_SOURCE.fullmatch(plan.source)
     return match[2] if match else None
 
 
 def source_note(plan: Plan) -> Iterator[str]:
-    """Yield a note for a placeholder."""
+    """Yield a note if `model_name` is a placeholder."""
     if model_name(plan) == _PLACEHOLDER:
         what = f"{PurePath(plan.source).name}, a config" if plan.source else "a model in memory"
         yield (
@@ -121,7 +121,7 @@ def source_note(plan: Plan) -> Iterator[str]:
 
 
 def bits_notes(plan: Plan, tool: str) -> Iterator[str]:
-    """Yield notes on quantization that the engine does differently from the plan."""
+    """Yield notes on KV cache and weight formats in which the tool differs from the plan."""
     if plan.workload.has_int8_cache:
         yield f"NOTE: the plan's KV cache is int8; {tool} uses 8-bit floats."
     if plan.workload.quantize != "none":
@@ -132,16 +132,16 @@ def bits_notes(plan: Plan, tool: str) -> Iterator[str]:
 
 
 def step_tokens(plan: Plan) -> int | None:
-    """Return the prompt tokens of one step over all sequences; None for the whole prompt."""
+    """Return the prompt tokens per step over all sequences; None if prompts are not chunked."""
     workload = plan.workload
-    if workload.cache == "paged":  # its chunk is one of all requests already
+    if workload.cache == "paged":  # its chunk already counts the tokens of all requests
         return Capacity.of(workload).step_tokens
     chunk = workload.prefill_chunk_tokens
     return chunk * workload.batch if isinstance(chunk, int) else None
 
 
 def cache_tokens(plan: Plan) -> int:
-    """Return the tokens of all sequences that the planned KV cache holds."""
+    """Return the capacity of the planned KV cache in tokens, over all sequences."""
     workload = plan.workload
     if workload.cache == "paged":
         capacity = Capacity.of(workload)
@@ -154,8 +154,8 @@ def layer_token_bytes(
 ) -> list[int] | None:
     """Return the KV cache bytes of each layer per token of one sequence.
 
-    None if unknown: without a profile, for training, and for caches other than the plain growing
-    one.
+    Measured as the bytes after a decode step at the planned context, divided by its tokens. None if
+    unknown: without a profile, for training, and for other caches than "dynamic".
     """
     workload = plan.workload
     if profile is None or workload.training is not None or workload.cache != "dynamic":

@@ -2,8 +2,8 @@
 
 Source: deepspeed.readthedocs.io, "Pipeline Parallelism"; deepspeed 0.19.8,
 ``deepspeed/runtime/pipe/module.py`` (`PipelineModule._partition_layers`): boundaries can't be
-given, only a method, "uniform", "parameters" or "type:…". As many layers as stages, each of which
-is a whole stage, are dealt one to each by "uniform" (``deepspeed/runtime/utils.py``,
+given, only a method: "uniform", "parameters" or "type:…". Therefore each stage becomes one layer;
+"uniform" then assigns one such layer to each rank (``deepspeed/runtime/utils.py``,
 `partition_uniform`).
 """
 
@@ -50,6 +50,7 @@ def boundaries(pipeline: LayerPipeline) -> list[int]:
 
 
 def _notes(plan: Plan, pipeline: LayerPipeline) -> Iterator[str]:
+    """Yield the differences between the plan and DeepSpeed."""
     yield from common.common_notes(plan, pipeline)
     yield (
         "PipelineModule has no parameter for boundaries: each stage becomes one layer, assigned "

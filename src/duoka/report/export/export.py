@@ -30,7 +30,7 @@ _SERVERS = ("vllm", "sglang", "llama.cpp")
 def export(
     plan: Plan, tool: str, profile: Profile | None = None, *, names: Convention = "model"
 ) -> Export:
-    """Write a plan in the words of another tool.
+    """Write a plan in the syntax of another tool.
 
     Parameters
     ----------
@@ -39,17 +39,16 @@ def export(
         "accelerate", "vllm", "sglang", "llama.cpp", "torch-pipelining", "torchtitan" or
         "deepspeed".
     profile : Profile, optional
-        Of the plan's model, for the bytes of its cache; by default the one in the cache, and
-        without any they are left to the tool.
-
+        Profile of the plan's model, for the size of the KV cache; by default the cached profile.
+        Without a profile the tool chooses the size.
     names : {"model", "checkpoint"}
-        Whose names a device map has: those of duoka's and transformers' classes, or those of the
-        code that comes with the checkpoint. For "accelerate" alone.
+        Names in the device map: those of the classes of duoka and transformers, or those of the
+        checkpoint's own code. Only for "accelerate".
 
     Raises
     ------
     UsageError
-        If the tool is unknown, or can't be told this plan: with what it can't.
+        If the tool is unknown or can't express the plan; the message says what it can't express.
 
     Examples
     --------
@@ -67,13 +66,17 @@ def export(
 
 
 def plan_for_tool(plan: Plan, tool: str, plan_again: Callable[[Pins], Plan]) -> Plan:
-    """Return the plan if the tool can express it, otherwise the best plan of whole layers."""
+    """Return the plan if the tool can express it, otherwise the best plan of whole layers.
+
+    `plan_again` plans with additional pins. If no plan of whole layers fits, the plan itself is
+    returned, and its export is refused.
+    """
     if tool in (accelerate.NAME, "torch-pipelining") or plan.offloaded:
         return plan
     try:
         read_pipeline(plan, tool)
     except UsageError:
-        sign = -1 if plan.objective in ("latency", "throughput") else 1  # those count seconds
+        sign = -1 if plan.objective in ("latency", "throughput") else 1  # seconds: less is better
         plans = []
         for pins in pipeline_pins(plan):
             with suppress(InfeasibleError, UsageError):

@@ -1,18 +1,19 @@
 """llama.cpp: a command line for ``llama-server`` with layers split over GPUs.
 
 Sources: options and the order of proportions (ggml-org/llama.cpp, docs/multi-gpu.md; common/arg.cpp
-as in llama-cpp-python 0.3.36); which layer goes where (src/llama-model.cpp, `load_tensors`): of n
-layers and one output after them, the last ``-ngl`` are dealt; the k-th of m goes to the first
-device whose running share of the proportions is larger than k / m. A file may have one more layer
-than the model, behind the others, which predicts the token after the next (conversion/*.py,
-``num_nextn_predict_layers``). With the numbers of layers as proportions, and two more on the last
-device, the shares are multiples of 1 / (n + 2), rounded as k / m is, so that each device gets just
-its layers where the file has that layer, m = n + 2. Where it has none, m = n + 1, they are the same
-ones: for each b up to n, (b - 1) / (n + 1) < b / (n + 2) < b / (n + 1).
+as in llama-cpp-python 0.3.36); assignment of layers (src/llama-model.cpp, `load_tensors`).
 
-A tied head is the input embedding's tensor under the same name, duplicated where the output is
-(src/models, ``TENSOR_DUPLICATED``), unless an override by that name has put both into one buffer
-(src/llama-model-loader.cpp, `create_tensor`).
+llama.cpp assigns the last ``-ngl`` of the n layers and the output after them. The k-th of m (from
+0) goes to the first device whose cumulative share of the proportions is larger than k / m. A file
+may have one more layer after the model's layers, for multi-token prediction (conversion/*.py,
+``num_nextn_predict_layers``). The proportions given here are the numbers of layers, plus two on the
+last device, so that the cumulative shares are multiples b / (n + 2), rounded as k / m is. With the
+additional layer, m = n + 2, each device gets exactly its layers. Without it, m = n + 1, each device
+gets the same layers, because (b - 1) / (n + 1) < b / (n + 2) < b / (n + 1) for each b up to n.
+
+A tied head uses the tensor of the input embedding under its name. llama.cpp duplicates the tensor
+on the device of the output (src/models, ``TENSOR_DUPLICATED``), unless an override of that name
+puts both into one buffer (src/llama-model-loader.cpp, `create_tensor`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .text import Export, format_command
 
 NAME = "llama.cpp"
 _FILE = "MODEL.gguf"
-_TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+_CACHE_TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 
 
 def export(plan: Plan, _profile: Profile | None) -> Export:
@@ -47,13 +48,13 @@ def export(plan: Plan, _profile: Profile | None) -> Export:
         ]
     else:
         options += [("--split-mode", "none"), ("--main-gpu", "0"), ("--n-gpu-layers", "all")]
-    # The context is dealt to the slots of the server.
+    # llama-server divides the context among its slots, so it gets the sum.
     options.append(("--ctx-size", str(workload.batch * workload.context_tokens)))
     options.append(("--parallel", str(workload.batch)))
     if isinstance(workload.prefill_chunk_tokens, int):
         chunk = str(workload.prefill_chunk_tokens)
         options += [("--batch-size", chunk), ("--ubatch-size", chunk)]
-    kind = "q8_0" if workload.has_int8_cache else _TYPES.get(workload.dtype, "f16")
+    kind = "q8_0" if workload.has_int8_cache else _CACHE_TYPES.get(workload.dtype, "f16")
     options += [("--cache-type-k", kind), ("--cache-type-v", kind), ("--fit", "off")]
     return Export(
         tool=NAME,
@@ -63,6 +64,7 @@ def export(plan: Plan, _profile: Profile | None) -> Export:
 
 
 def _notes(plan: Plan, pipeline: LayerPipeline) -> Iterator[str]:
+    """Yield the differences between the plan and llama.cpp."""
     yield from common.common_notes(plan, pipeline)
     yield (
         f"NOTE: {_FILE} is a placeholder for the model in GGUF format; the plan's sizes are for "

@@ -2,10 +2,10 @@
 
 Sources, of SGLang 0.5.23: the layers of each rank from ``SGLANG_PP_LAYER_PARTITION``
 (``sglang/srt/distributed/utils.py``, `get_pp_indices`); options (docs.sglang.io, "Server
-Arguments"; ``sglang/srt/arg_groups/fields``); that ``--mem-fraction-static`` is weights and cache
-together as a share of a GPU (``sglang/srt/arg_groups/memory_hook.py``); that all
-requests of a step share a chunk (``sglang/srt/managers/schedule_policy.py``, `PrefillAdder`); which
-classes run in a pipeline: `pipelines.json`.
+Arguments"; ``sglang/srt/arg_groups/fields``); ``--mem-fraction-static`` is the share of a GPU for
+weights and KV cache together (``sglang/srt/arg_groups/memory_hook.py``); all requests of a step
+share a prefill chunk (``sglang/srt/managers/schedule_policy.py``, `PrefillAdder`). `pipelines.json`
+lists the classes that support pipelines.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ def export(plan: Plan, profile: Profile | None) -> Export:
 
 
 def _fractions(pipeline: LayerPipeline, sizes: Sequence[int], tokens: int) -> list[float]:
-    """Return weights plus cache of each stage as a share of its GPU, rounded up to 1 %."""
+    """Return each stage's weights plus KV cache as a share of its GPU, rounded up to 1 %.
+
+    `sizes` are the KV cache bytes per token of each layer.
+    """
     return [
         min(
             math.ceil(
@@ -76,6 +79,7 @@ def _fractions(pipeline: LayerPipeline, sizes: Sequence[int], tokens: int) -> li
 def _notes(
     plan: Plan, pipeline: LayerPipeline, sizes: Sequence[int] | None, tokens: int
 ) -> Iterator[str]:
+    """Yield the differences between the plan and SGLang; `sizes` as in `_fractions`."""
     yield from common.common_notes(plan, pipeline)
     yield from common.source_note(plan)
     yield from common.bits_notes(plan, NAME)

@@ -15,12 +15,12 @@ from .text import export_error
 
 Pins = tuple[tuple[str, str], ...]
 _AFTER = "after them"
-_OTHER = "plan with another objective or other GPUs, or load the plan with duoka"
+_OTHER_PLAN = "plan with another objective or other GPUs, or load the plan with duoka"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerStage:
-    """Layers [start, stop) and the modules beside them on one device."""
+    """Layers [start, stop) of the model on one device, with the device's forecast."""
 
     device: Device
     forecast: StageBytes
@@ -37,10 +37,10 @@ class LayerStage:
 class LayerPipeline:
     """A plan in stages of whole layers, in execution order.
 
-    `layers` is the name of the model's list of layers, empty where the plan names none, on one
-    device. The modules `before` the first layer are all on the first stage's device; those `after`
-    the last one on the last stage's, but for those `returning` to the first: a head that is tied to
-    the embedding.
+    `layers` is the name of the model's list of layers; it is empty if the plan, for one device,
+    doesn't list layers. The modules `before` the first layer are on the first stage's device. The
+    modules `after` the last layer are on the last stage's device, except the modules `returning` to
+    the first stage's device: a head tied to the embedding.
     """
 
     layers: str
@@ -76,11 +76,12 @@ def read_pipeline(plan: Plan, tool: str) -> LayerPipeline:
     main = main_list([name for name, _ in entries])
     if main is None:
         if len(plan.devices) > 1:
-            raise export_error(tool, "its modules are not a numbered list of layers", _OTHER)
+            raise export_error(tool, "its modules are not a numbered list of layers", _OTHER_PLAN)
         stages = _stages(plan, tool, plan.devices)
         return LayerPipeline(layers="", stages=stages, before=(), after=(), returning=())
-    # Entries are in execution order: modules before the layers, the layers, modules after. A tool
-    # that takes layer counts computes the first part on its first rank and the last on its last:
+    # Entries are in execution order: modules before the layers, the layers, modules after them. A
+    # tool configured by layer counts runs the modules before on its first rank, those after on its
+    # last:
     #
     #     embed 0 | layers.0 0, layers.1 0, layers.2 1, layers.3 1 | norm 1, lm_head 1 → counts 2, 2
     #     the same, but lm_head 0: tied to the embedding, it is `returning`
@@ -91,14 +92,14 @@ def read_pipeline(plan: Plan, tool: str) -> LayerPipeline:
     strangers = [name for (name, _), layer in zip(entries, is_layer, strict=True) if not layer]
     between = strangers[len(before) : len(strangers) - len(after)]
     if between and len(set(at)) > 1:
-        raise export_error(tool, f"{between[0]} runs between the layers of {main}", _OTHER)
+        raise export_error(tool, f"{between[0]} runs between the layers of {main}", _OTHER_PLAN)
     returning = [*takewhile(lambda entry: entry[1] == at[0] != at[-1], reversed(after))][::-1]
     staying = after[: len(after) - len(returning)]
     for modules, device, place in ((before, at[0], "before its layers"), (staying, at[-1], _AFTER)):
         for name, where in modules:
             if where != device:
                 why = f"{name}, which runs {place}, is on {where}, and the layers of {main} next to"
-                raise export_error(tool, f"{why} it are on {device}", _OTHER)
+                raise export_error(tool, f"{why} it are on {device}", _OTHER_PLAN)
     return LayerPipeline(
         layers=main,
         stages=_stages(plan, tool, at),
@@ -111,11 +112,11 @@ def read_pipeline(plan: Plan, tool: str) -> LayerPipeline:
 def pipeline_pins(plan: Plan) -> list[Pins]:
     """Return pins that force whole layers: modules beside the layers go to the ends.
 
-    One set of pins per pair of GPUs for the first and last layer, without pairs of equal GPUs. A
-    tied head stays with the embedding.
+    There is one set of pins per pair of GPUs for the first and the last layer; of pairs with equal
+    products and budgets only one is used. A tied head stays with the embedding.
     """
-    # Pinning the embedding and everything up to the first layer to one GPU, and everything from the
-    # last layer on to another, leaves the planner the cuts between whole layers and nothing else.
+    # If everything up to the first layer is pinned to one GPU, and everything from the last layer
+    # on to another, the planner can only cut between whole layers.
     names = [name for name, _ in plan.placement.entries]
     main = main_list(names)
     at = [place for place, name in enumerate(names) if (layer_of(name) or ("",))[0] == main]
@@ -138,7 +139,7 @@ def pipeline_pins(plan: Plan) -> list[Pins]:
 
 
 def _devices_of_layers(plan: Plan, tool: str, main: str) -> list[str]:
-    """Return the device of each layer, by number."""
+    """Return the device of each layer in order; UsageError if a layer is split."""
     devices: dict[int, set[str]] = {}
     for name, device in plan.placement.entries:
         layer = layer_of(name)
@@ -152,11 +153,12 @@ def _devices_of_layers(plan: Plan, tool: str, main: str) -> list[str]:
             tool, f"{main}.{cut} is split between {names}", f"keep it on one GPU: {pin}"
         )
     if sorted(devices) != list(range(len(devices))):
-        raise export_error(tool, f"the layers of {main} aren't numbered from 0", _OTHER)
+        raise export_error(tool, f"the layers of {main} aren't numbered from 0", _OTHER_PLAN)
     return [next(iter(devices[number])) for number in range(len(devices))]
 
 
 def _stages(plan: Plan, tool: str, at: Sequence[str]) -> tuple[LayerStage, ...]:
+    """Group consecutive layers on one device to stages; `at` is the device of each layer."""
     forecasts = {forecast.device: forecast for forecast in plan.forecast.devices}
     stages: list[LayerStage] = []
     start = 0
@@ -168,7 +170,7 @@ def _stages(plan: Plan, tool: str, at: Sequence[str]) -> tuple[LayerStage, ...]:
     used = [stage.device.name for stage in stages]
     again = [name for name in used if used.count(name) > 1]
     if again:
-        raise export_error(tool, f"{again[0]} has layers in several places", _OTHER)
+        raise export_error(tool, f"{again[0]} has layers in several places", _OTHER_PLAN)
     empty = set(plan.devices) - set(used)
     if empty:
         raise export_error(tool, f"{min(empty)} has no layer", "remove that GPU from --gpus")

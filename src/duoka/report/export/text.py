@@ -26,7 +26,7 @@ class Export:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return the text with its notes as comments before it (every tool accepts "#")."""
+        """Return the notes as comments, then the text (every tool's syntax has "#" comments)."""
         lines = [
             line
             for note in self.notes
@@ -53,7 +53,7 @@ def format_environment(environment: Sequence[tuple[str, str]]) -> str:
 def format_command(
     environment: Sequence[tuple[str, str]], words: Sequence[str], options: Sequence[tuple[str, str]]
 ) -> str:
-    """Format a command for a POSIX shell, one option per line, quoted if necessary."""
+    """Format a command for a POSIX shell: environment, words, then one option per line."""
     lines = [format_environment(environment), shlex.join(words)]
     lines += [f"  {name} {shlex.quote(value)}".rstrip() for name, value in options]
     return " \\\n".join(line for line in lines if line)

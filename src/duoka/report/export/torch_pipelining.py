@@ -24,8 +24,8 @@ _SCHEDULES = {"sequential": "1F1B", "gpipe": "GPipe", "1f1b": "1F1B"}
 
 
 def export_torch(plan: Plan, _profile: Profile | None) -> Export:
-    """Write the plan as a Python program; any module can begin a stage."""
-    runs = _runs(plan)
+    """Write the plan as a Python program; a stage can begin at any module."""
+    runs = _stage_modules(plan)
     splits = ", ".join(f"{names[0]!r}: SplitPoint.BEGINNING" for names in runs[1:])
     devices = [plan.fleet.device(plan.placement.device_of(names[0]) or "") for names in runs]
     environment = format_environment(common.visible_environment(TORCH, devices))
@@ -43,10 +43,13 @@ stage = pipe.build_stage(rank, torch.device("cuda", rank))"""
     return Export(tool=TORCH, text=text, notes=tuple(_torch_notes(plan)))
 
 
-def _runs(plan: Plan) -> list[list[str]]:
-    """Group modules in execution order by stage; a head that returns joins its neighbors."""
+def _stage_modules(plan: Plan) -> list[list[str]]:
+    """Return the modules of each stage in execution order.
+
+    A tied head on the first device joins the last stage, since a stage can't return to a device.
+    """
     if plan.offloaded or "cpu" in plan.devices:
-        read_pipeline(plan, TORCH)  # which says why not
+        read_pipeline(plan, TORCH)  # raises the error
     runs = [
         (device, [name for name, _ in entries])
         for device, entries in groupby(plan.placement.entries, key=lambda entry: entry[1])
@@ -63,6 +66,7 @@ def _runs(plan: Plan) -> list[list[str]]:
 
 
 def _torch_notes(plan: Plan) -> Iterator[str]:
+    """Yield the differences between the plan and torch.distributed.pipelining."""
     yield from common.common_notes(plan)
     if plan.placement.entries[0][1] == plan.placement.entries[-1][1] and len(plan.devices) > 1:
         yield (
@@ -117,6 +121,7 @@ def titan_names(pipeline: LayerPipeline) -> list[list[str]]:
 
 
 def _titan_notes(plan: Plan, pipeline: LayerPipeline) -> Iterator[str]:
+    """Yield the differences between the plan and torchtitan."""
     yield from common.common_notes(plan, pipeline)
     yield (
         "torchtitan trains its own models, with modules called tok_embeddings, layers.N, norm and "

@@ -1,15 +1,18 @@
 """vLLM: a command line for ``vllm serve`` in pipeline parallel.
 
-Sources, of vLLM 0.33: the layers of each rank from ``VLLM_PP_LAYER_PARTITION``, one number a rank
-that add up to the model's layers (``vllm/distributed/utils.py``, `get_pp_indices`); options and
-their meanings (``vllm/engine/arg_utils.py``, ``vllm/config/cache.py``; docs.vllm.ai, "Engine
-Arguments"); that all ranks get as many cache blocks as the poorest one
-(``vllm/v1/core/kv_cache_planning.py``, `get_kv_cache_configs`); that ``--max-num-batched-tokens``
-counts the tokens of all sequences in a step (``vllm/config/scheduler.py``), and what it is without
-(``vllm/engine/arg_utils.py``, `get_batch_defaults`); that a start is refused where a GPU has less
-free than ``--gpu-memory-utilization`` of it, also where the cache's bytes are given
-(``vllm/v1/worker/utils.py``, `request_memory`); that GLM-4V's config names the class of text alone
-(``vllm/model_executor/models/chatglm.py``); which classes run in a pipeline: `pipelines.json`.
+Sources, of vLLM 0.33:
+
+- ``VLLM_PP_LAYER_PARTITION`` has the number of layers of each rank; the numbers add up to the
+  model's layers (``vllm/distributed/utils.py``, `get_pp_indices`).
+- Options: ``vllm/engine/arg_utils.py``, ``vllm/config/cache.py``; docs.vllm.ai, "Engine Arguments".
+- All ranks get as many cache blocks as the rank with the fewest
+  (``vllm/v1/core/kv_cache_planning.py``, `get_kv_cache_configs`).
+- ``--max-num-batched-tokens`` counts the tokens of all sequences in a step
+  (``vllm/config/scheduler.py``); its default: ``vllm/engine/arg_utils.py``, `get_batch_defaults`.
+- vLLM refuses to start if less than ``--gpu-memory-utilization`` of a GPU is free, even if the
+  cache's bytes are given (``vllm/v1/worker/utils.py``, `request_memory`).
+- GLM-4V's config only names the text class (``vllm/model_executor/models/chatglm.py``).
+- Classes that support pipelines: `pipelines.json`.
 """
 
 from __future__ import annotations
@@ -30,9 +33,9 @@ from .text import Export, format_command
 
 NAME = "vLLM"
 BLOCK_TOKENS = 16
-"""Tokens of a cache block, vLLM's default."""
+"""Default number of tokens in a KV cache block of vLLM."""
 
-# The share of a GPU that vLLM takes when it isn't told how large its cache shall be.
+# The share of a GPU that vLLM uses by default, and must find free at its start.
 _UTILIZATION = 0.92
 
 
@@ -85,7 +88,7 @@ def read_command(plan: Plan, profile: Profile | None) -> VllmCommand:
     rank_bytes = _rank_bytes(plan, profile, pipeline)
     if rank_bytes is not None:
         options.append(("--kv-cache-memory-bytes", str(max(rank_bytes))))
-        options += _utilization(pipeline)
+        options += _utilization_option(pipeline)
     return VllmCommand(
         pipeline=pipeline,
         model=common.model_name(plan),
@@ -108,18 +111,19 @@ def planned_blocks(workload: Workload, block_tokens: int = BLOCK_TOKENS) -> int:
         blocks = -(-workload.pages * PAGE_TOKENS // block_tokens)
     else:
         blocks = workload.batch * -(-workload.context_tokens // block_tokens)
-    return blocks + 1  # vLLM keeps one that it never gives out
+    return blocks + 1  # vLLM reserves one block that it never assigns
 
 
 def _rank_bytes(
     plan: Plan, profile: Profile | None, pipeline: LayerPipeline
 ) -> tuple[int, ...] | None:
     """Return the KV cache size of each rank; None if unknown or zero."""
-    # vLLM gives every rank as many blocks as the poorest one has. A block of 16 tokens takes
-    # 16 x 4096 B x layers: with 25 and 15 layers the planned 513 blocks are 801 and 481 MiB. Told
-    # the larger number of bytes, rank 0 has 513 blocks; rank 1 could have 854, and takes 513.
+    # vLLM gives every rank as many blocks as the rank with the fewest. If a layer needs 4096 B per
+    # token, a block of 16 tokens needs 16 x 4096 B x layers: with 25 and 15 layers the planned 513
+    # blocks need 801 and 481 MiB. If 801 MiB are given, rank 0 has 513 blocks; rank 1 could have
+    # 855, but uses 513.
     if plan.workload.cache == "paged":
-        # Pages are there all the time, and duoka keeps one that it never gives out as well.
+        # duoka allocates all pages at the start, including one that it never assigns either.
         sizes = [stage.forecast.kv_cache_bytes for stage in pipeline.stages]
         return tuple(sizes) if any(sizes) else None
     layer_bytes = common.layer_token_bytes(plan, profile, pipeline)
@@ -129,8 +133,8 @@ def _rank_bytes(
     return tuple(tokens * sum(layer_bytes[stage.start : stage.stop]) for stage in pipeline.stages)
 
 
-def _utilization(pipeline: LayerPipeline) -> list[tuple[str, str]]:
-    """Return the memory utilization option if less than vLLM's default is free."""
+def _utilization_option(pipeline: LayerPipeline) -> list[tuple[str, str]]:
+    """Return --gpu-memory-utilization if a GPU has less than vLLM's default share free."""
     shares = [
         (stage.device.budget_bytes + stage.device.reserve_bytes) / stage.device.memory_bytes
         for stage in pipeline.stages
@@ -141,6 +145,7 @@ def _utilization(pipeline: LayerPipeline) -> list[tuple[str, str]]:
 
 
 def _notes(plan: Plan, command: VllmCommand, profile: Profile | None) -> Iterator[str]:
+    """Yield the differences between the plan and vLLM."""
     pipeline = command.pipeline
     yield from common.class_notes(plan, pipeline, NAME)
     yield from common.common_notes(plan, pipeline)

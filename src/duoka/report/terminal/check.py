@@ -22,33 +22,33 @@ from .excerpt import Excerpt, Mark
 from .plan import workload_facts
 
 _PLAIN_COLUMNS = 100
-_MOST_NAMES = 12
-_CUT = "the map splits modules that must stay whole"
+_MAX_NAMES = 12
+_SPLIT_MODULES = "the map splits modules that must stay whole"
 _COMPLETED = (
     "The check completed the map and continued. --save-device-map FILE saves the completed map "
     "(in Python: report.completeness.completed)."
 )
 _FIX = "--fix finds changes that fix these, and proves them (in Python: duoka.repair)"
-_ON_ONE = (
+_ONE_DEVICE = (
     "a single device can't have device faults; to check a split, give more GPUs or a device map"
 )
 _MOVED, _KEPT = "bold yellow", "cyan"
-_MOST_CALLS = 8
+_MAX_CALLS = 8
 _FIRST_CALLS, _LAST_CALLS = 2, 5
 _LONGEST_MODULE = 28
-_LINE_COLUMNS = 72  # with fewer there is a list instead of a table
+_TABLE_COLUMNS = 72  # narrower terminals get a list instead of a table
 _HEADINGS = {"activations": "activ.", "gradients": "grads"}
-_MOST_SYNCS = 12
+_MAX_SYNCS = 12
 _LONGEST_TEXT = 40
 
 
 def render_report(report: CheckReport, *, advice: bool = True) -> RenderableType:
-    """Return a rich renderable of a report."""
+    """Return a rich renderable of a report; `advice` adds the next steps."""
     return _View(report, advice=advice)
 
 
 def render_plain(what: RenderableType, width: int = _PLAIN_COLUMNS) -> str:
-    """Render without color, as text."""
+    """Render as plain text without color."""
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False)
     console.print(what)
     assert isinstance(console.file, io.StringIO)
@@ -56,21 +56,23 @@ def render_plain(what: RenderableType, width: int = _PLAIN_COLUMNS) -> str:
 
 
 class _View:
+    """Rich renderable of a report."""
+
     def __init__(self, report: CheckReport, *, advice: bool) -> None:
         self._report = report
         self._advice = advice
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         report = self._report
-        yield from _not_run(report)
+        yield from _warn_not_run(report)
         yield _verdict(report, ascii_only=options.ascii_only)
         if report.workload is not None:
             yield Text(" · ".join(workload_facts(report.workload)), style="dim")
-        is_wide = options.max_width >= _LINE_COLUMNS
-        for part in (*_wrong(report), *_render_faults(report), *_costs(report, is_wide=is_wide)):
+        is_wide = options.max_width >= _TABLE_COLUMNS
+        for part in (*_errors(report), *_render_faults(report), *_costs(report, is_wide=is_wide)):
             yield ""
             yield part
-        notes = [*report.notes, *([_ON_ONE] if report.ok and len(report.devices) == 1 else [])]
+        notes = [*report.notes, *([_ONE_DEVICE] if report.ok and len(report.devices) == 1 else [])]
         if notes:
             yield ""
         yield from (Text(f"note: {note}") for note in notes)
@@ -79,6 +81,7 @@ class _View:
 
 
 def _verdict(report: CheckReport, *, ascii_only: bool) -> Text:
+    """Render the first line: model, code, devices, and the problems or the success."""
     sign, style = ("✓", "bold green") if report.ok else ("✗", "bold red")
     if ascii_only:
         sign = "ok:" if report.ok else "fails:"
@@ -88,13 +91,14 @@ def _verdict(report: CheckReport, *, ascii_only: bool) -> Text:
         code = report.code.removeprefix(report.model)
     text = Text.assemble((f"{sign} ", style), (report.model, "bold"), f"{code}{devices}: ")
     problems = [*_problems(report)]
-    text.append(", ".join(problems) if problems else _all_well(report), style=style)
+    text.append(", ".join(problems) if problems else _describe_success(report), style=style)
     if report.warnings:
         text.append(f", {format_count(len(report.warnings), 'warning')}", style="bold yellow")
     return text
 
 
-def _not_run(report: CheckReport) -> Iterator[Text]:
+def _warn_not_run(report: CheckReport) -> Iterator[Text]:
+    """Warn about code files of the checkpoint that were not run."""
     if report.not_run:
         files = words.join_words(report.not_run)
         verb = "was" if len(report.not_run) == 1 else "were"
@@ -106,8 +110,9 @@ def _not_run(report: CheckReport) -> Iterator[Text]:
 
 
 def _problems(report: CheckReport) -> Iterator[str]:
+    """Yield each problem of the report as a short phrase."""
     if not report.complete:
-        yield _of_map(report.completeness)
+        yield _describe_map(report.completeness)
     if report.stop is not None:
         yield _describe_stop(report.stop)
     if report.faults:
@@ -119,34 +124,35 @@ def _problems(report: CheckReport) -> Iterator[str]:
             yield f"{peak.device} exceeds its budget{amount}"
 
 
-def _of_map(faults: Faults) -> str:
+def _describe_map(faults: Faults) -> str:
+    """Describe the errors of a device map: incomplete, or splitting modules."""
     names = (faults.missing, faults.unknown, faults.doubled, faults.misplaced)
-    return "the map is incomplete" if any(names) else _CUT
+    return "the map is incomplete" if any(names) else _SPLIT_MODULES
 
 
-def _all_well(report: CheckReport) -> str:
+def _describe_success(report: CheckReport) -> str:
     ran = "runs and trains" if report.train else "runs"
     budgets = [peak for peak in report.memory if peak.budget_bytes is not None]
     return f"{ran} without a fault" + (", memory fits" if budgets else "")
 
 
-def _wrong(report: CheckReport) -> Iterator[RenderableType]:
-    """Render the errors of the map, and why the run ended early."""
+def _errors(report: CheckReport) -> Iterator[RenderableType]:
+    """Render the errors of the device map, and the error that ended the run early."""
     if not report.complete:
         lines: list[RenderableType] = []
         for what, names in words.describe_map_errors(report.completeness):
-            num_hidden = len(names) - _MOST_NAMES
+            num_hidden = len(names) - _MAX_NAMES
             rest = [f"and {num_hidden} more (see --json)"] if num_hidden > 0 else []
             lines.append(Text(f"{what}:", style="dim"))
-            lines += [_indented(Text(name)) for name in names[:_MOST_NAMES] + rest]
-        heading = Text(_of_map(report.completeness), style="bold red")
-        if heading.plain == _CUT:
+            lines += [_indented(Text(name)) for name in names[:_MAX_NAMES] + rest]
+        heading = Text(_describe_map(report.completeness), style="bold red")
+        if heading.plain == _SPLIT_MODULES:
             lines.append(Text("The check ran it unchanged."))
         elif report.completeness.completed is not None:
             lines.append(Text(_COMPLETED))
         yield Group(heading, _indented(*lines))
     if report.stop is not None:
-        yield _stop(report.stop)
+        yield _render_stop(report.stop)
 
 
 def _indented(*parts: RenderableType) -> Padding:
@@ -154,13 +160,14 @@ def _indented(*parts: RenderableType) -> Padding:
 
 
 def _describe_stop(stop: Stop) -> str:
-    """Describe the reason for which the run ended early."""
+    """Describe where the run ended early."""
     if stop.phase == "plan":
         return "duoka plan rejects it"
     return f"the model's code stopped {words.describe_phase(stop.phase)}"
 
 
-def _stop(stop: Stop) -> RenderableType:
+def _render_stop(stop: Stop) -> RenderableType:
+    """Render the error that ended the run early, with its source lines."""
     heading = Text.assemble((f"{_describe_stop(stop)}: ", "bold red"), (stop.message, "bold"))
     inner: list[RenderableType] = []
     if stop.place is not None:
@@ -173,6 +180,7 @@ def _stop(stop: Stop) -> RenderableType:
 
 
 def _render_faults(report: CheckReport) -> Iterator[RenderableType]:
+    """Render all faults, then all warnings."""
     for name, style, faults in (
         ("fault", "bold red", report.faults),
         ("warning", "bold yellow", report.warnings),
@@ -183,6 +191,7 @@ def _render_faults(report: CheckReport) -> Iterator[RenderableType]:
 
 
 def _advice(report: CheckReport) -> Iterator[RenderableType]:
+    """Yield the next steps: --fix for faults, less memory for an exceeded budget."""
     hints = [_FIX] if report.faults else []
     if not report.fits:
         hints.append(
@@ -217,12 +226,13 @@ def render_fault(fault: Fault, title: str, style: str) -> RenderableType:
 
 
 def _named_facts(fault: Fault) -> Iterator[tuple[str, RenderableType]]:
+    """Yield the facts below a fault's source lines, with their labels."""
     if fault.message:
         yield "CUDA" if fault.effect == "raises" else "why", Text(fault.message)
     if fault.operands:
-        yield "tensors", Group(*_operands(fault))
+        yield "tensors", Group(*_render_operands(fault))
     if len(fault.path) > 1:
-        yield "path", _path(fault)
+        yield "path", _render_path(fault)
     occurrence = f"{words.format_times(fault.count)} per step, first in {fault.phase}"
     if fault.count == 1:
         occurrence = f"once, in {fault.phase}"
@@ -230,11 +240,11 @@ def _named_facts(fault: Fault) -> Iterator[tuple[str, RenderableType]]:
         occurrence += f"; in {words.format_modules(fault.modules)}"
     yield "met", Text(occurrence)
     if fault.followups:
-        yield "causes", Group(*map(_followup, _all_followups(fault)))
+        yield "causes", Group(*map(_render_followup, _all_followups(fault)))
 
 
-def _operands(fault: Fault) -> Iterator[RenderableType]:
-    """Render the operands, merging neighbors in a list with equal descriptions."""
+def _render_operands(fault: Fault) -> Iterator[RenderableType]:
+    """Render the operands; consecutive list elements with the same description are merged."""
     for key, group in groupby(fault.operands, key=_operand_key):
         operands = list(group)
         _, origin, device, moved = key
@@ -249,17 +259,18 @@ def _operands(fault: Fault) -> Iterator[RenderableType]:
 
 
 def _operand_key(operand: Operand) -> tuple[str, str, str, bool]:
-    """Return the key by which equal operands of one list are merged."""
+    """Return (name, origin, device, moved); consecutive operands with equal keys are merged."""
     name, bracket, _ = operand.argument.partition("[")
     own_name = "" if bracket else f"{operand.argument} {operand.expression}"
     origin = operand.origin
-    # An expression that makes its tensor itself comes from nowhere else.
+    # If the expression itself creates the tensor, its place is no separate origin.
     made_here = origin is None or (origin.place is not None and origin.place == operand.place)
     origin_text = "" if origin is None or made_here else words.describe_origin(origin)
     return name + own_name, origin_text, operand.device, operand.moved
 
 
 def _tensor_names(operands: Sequence[Operand]) -> str:
+    """Name an operand, or merged operands by their number and their first and last name."""
     names = [words.crop(operand.expression or operand.argument) for operand in operands]
     first, last = names[0], names[-1]
     if len(operands) == 1:
@@ -268,23 +279,24 @@ def _tensor_names(operands: Sequence[Operand]) -> str:
     return f"{format_count(len(operands), 'tensor')} {ends}"
 
 
-def _path(fault: Fault) -> Table:
-    """Render the calls from the model to the fault, without the middle of a long path."""
+def _render_path(fault: Fault) -> Table:
+    """Render the calls from the model to the fault; a long path is shortened in the middle."""
     path = fault.path
     calls = Table.grid(padding=(0, 2, 0, 0), expand=True)
     for _ in range(2):
         calls.add_column(no_wrap=True)
     calls.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
-    num_hidden = len(path) - _FIRST_CALLS - _LAST_CALLS if len(path) > _MOST_CALLS else 0
+    num_hidden = len(path) - _FIRST_CALLS - _LAST_CALLS if len(path) > _MAX_CALLS else 0
     for number, call in enumerate(path):
         if num_hidden and number == _FIRST_CALLS:
             calls.add_row(f"… {num_hidden} more")
         if not 0 <= number - _FIRST_CALLS < num_hidden:
-            calls.add_row(*_call(call, fault.file))
+            calls.add_row(*_call_cells(call, fault.file))
     return calls
 
 
-def _call(call: CallSite, file: str) -> tuple[Text, Text, Text]:
+def _call_cells(call: CallSite, file: str) -> tuple[Text, Text, Text]:
+    """Return the cells of a call in the path: module, line, expression."""
     place = call.place
     line = f"line {place.line}" if place.file == file else words.format_place(place, brief=True)
     module = words.crop(call.module or "the model", _LONGEST_MODULE)
@@ -292,12 +304,13 @@ def _call(call: CallSite, file: str) -> tuple[Text, Text, Text]:
 
 
 def _all_followups(fault: Fault) -> Iterator[Fault]:
+    """Yield the followups of a fault, and their followups."""
     for followup in fault.followups:
         yield followup
         yield from _all_followups(followup)
 
 
-def _followup(fault: Fault) -> Text:
+def _render_followup(fault: Fault) -> Text:
     source = f": {words.crop(fault.source)}" if fault.source else ""
     place = words.link_place(fault.place, brief=True)
     return Text.assemble(f"{words.describe_operation(fault)} at ", place, source)
@@ -306,15 +319,16 @@ def _followup(fault: Fault) -> Text:
 def _costs(report: CheckReport, *, is_wide: bool) -> Iterator[RenderableType]:
     """Render memory, transfers and synchronizations, if any."""
     if report.memory:
-        peaks = _table(report.memory) if is_wide else _list(report.memory)
-        yield Group(*peaks, *(_set_by(peak) for peak in report.memory if peak.place is not None))
+        peaks = _memory_table(report.memory) if is_wide else _memory_list(report.memory)
+        yield Group(*peaks, *(_peak_line(peak) for peak in report.memory if peak.place is not None))
     if report.transfers:
-        yield Group(Text("transfers per step", style="bold"), _transfers(report))
+        yield Group(Text("transfers per step", style="bold"), _render_transfers(report))
     if report.syncs:
-        yield Group(Text("CPU-GPU synchronizations per step", style="bold"), _syncs(report))
+        yield Group(Text("CPU-GPU synchronizations per step", style="bold"), _render_syncs(report))
 
 
-def _table(memory: Sequence[PeakMemory]) -> Iterator[RenderableType]:
+def _memory_table(memory: Sequence[PeakMemory]) -> Iterator[RenderableType]:
+    """Render the peak memory as a table with a column per kind."""
     unit, divisor = unit_for(max(peak.allocated_bytes for peak in memory))
     kinds = list(dict.fromkeys(kind for peak in memory for kind in peak.kinds))
     kinds = [kind for kind in kinds if any(peak.kinds.get(kind) for peak in memory)]
@@ -334,7 +348,8 @@ def _table(memory: Sequence[PeakMemory]) -> Iterator[RenderableType]:
     yield table
 
 
-def _list(memory: Sequence[PeakMemory]) -> Iterator[Text]:
+def _memory_list(memory: Sequence[PeakMemory]) -> Iterator[Text]:
+    """Render the peak memory as a list, for narrow terminals."""
     yield Text("peak memory", style="bold")
     for peak in memory:
         budget = "" if peak.budget_bytes is None else f" of {format_bytes(peak.budget_bytes)}"
@@ -344,7 +359,8 @@ def _list(memory: Sequence[PeakMemory]) -> Iterator[Text]:
         yield text.append(f"\n  reserved: {format_bytes(peak.reserved_bytes)}{budget}")
 
 
-def _set_by(peak: PeakMemory) -> Text:
+def _peak_line(peak: PeakMemory) -> Text:
+    """Name the line of code that set a device's peak."""
     assert peak.place is not None
     if not peak.phase:
         return Text(f"{peak.device}: set by the weights only")
@@ -356,7 +372,8 @@ def _set_by(peak: PeakMemory) -> Text:
     return Text(text)
 
 
-def _transfers(report: CheckReport) -> RenderableType:
+def _render_transfers(report: CheckReport) -> RenderableType:
+    """Render the copies between devices as a table."""
     table = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(2):
         table.add_column()
@@ -369,16 +386,17 @@ def _transfers(report: CheckReport) -> RenderableType:
     return _indented(table)
 
 
-def _syncs(report: CheckReport) -> RenderableType:
-    # Two on one line are told as one.
+def _render_syncs(report: CheckReport) -> RenderableType:
+    """Render the synchronizations, one line of code per line."""
+    # Synchronizations on the same line are merged.
     counts: Counter[tuple[str, str, str]] = Counter()
     for sync in report.syncs:
         counts[sync.phase, sync.op, words.format_place(sync.place)] += sync.count
     lines = [
         Text(f"{phase}: {op}, {words.format_times(count)}, at {place}")
-        for (phase, op, place), count in islice(counts.items(), _MOST_SYNCS)
+        for (phase, op, place), count in islice(counts.items(), _MAX_SYNCS)
     ]
-    num_hidden = len(counts) - _MOST_SYNCS
+    num_hidden = len(counts) - _MAX_SYNCS
     if num_hidden > 0:
         lines.append(Text(f"and {num_hidden} more (see --json)"))
     return _indented(*lines)

@@ -25,13 +25,14 @@ _SECONDS = {
 
 
 def render_comparison(comparison: Comparison, names: tuple[str, str]) -> RenderableType:
-    """Return a rich renderable of a comparison."""
+    """Return a rich renderable of a comparison; `names` are the titles of the two plans."""
     if comparison.same:
         return Text("the plans are equal")
     return Group(*_parts(comparison, names))
 
 
 def _parts(comparison: Comparison, names: tuple[str, str]) -> Iterator[RenderableType]:
+    """Yield the differing facts, a table per device, the times and the moved modules."""
     if comparison.differences:
         rows = ((pair.what, pair.first, pair.second) for pair in comparison.differences)
         yield _table("differs", names, rows)
@@ -42,11 +43,11 @@ def _parts(comparison: Comparison, names: tuple[str, str]) -> Iterator[Renderabl
             full = f"{format_bytes(reserved)} of {format_bytes(budget)}"
             yield Text(f"{device.device}: the same, {full}")
         else:
-            yield _table(device.device, names, _bytes(device))
+            yield _table(device.device, names, _compare_bytes(device))
     if comparison.seconds:
         yield ""
-        yield _table("time", names, _pace(comparison))
-    yield from _moves(comparison)
+        yield _table("time", names, _compare_seconds(comparison))
+    yield from _render_moves(comparison)
 
 
 def _table(head: str, names: tuple[str, str], rows: Iterable[Sequence[str]]) -> Table:
@@ -59,22 +60,25 @@ def _table(head: str, names: tuple[str, str], rows: Iterable[Sequence[str]]) -> 
     return table
 
 
-def _bytes(device: DevicePair) -> Iterator[Sequence[str]]:
-    sides = [_sizes(side) for side in (device.first, device.second)]
+def _compare_bytes(device: DevicePair) -> Iterator[Sequence[str]]:
+    """Yield a row per kind of memory: both sizes, the second with its difference."""
+    sides = [_bytes_by_kind(side) for side in (device.first, device.second)]
     for kind in dict.fromkeys(kind for side in sides for kind in side):
         first, second = (side.get(kind) for side in sides)
         if first or second:
-            yield kind, _size(first), _size(second, first)
+            yield kind, _format_size(first), _format_size(second, first)
 
 
-def _pace(comparison: Comparison) -> Iterator[Sequence[str]]:
+def _compare_seconds(comparison: Comparison) -> Iterator[Sequence[str]]:
+    """Yield a row per time or speed with both values."""
     for name, *values in comparison.seconds:
         say = format_duration if name in _SECONDS else "{:,.1f}".format
         texts = ["unknown" if value is None else say(value) for value in values]
         yield _SECONDS.get(name, name.replace("_", " ")), *texts
 
 
-def _sizes(forecast: StageBytes | None) -> dict[str, int]:
+def _bytes_by_kind(forecast: StageBytes | None) -> dict[str, int]:
+    """Return the bytes of a device by kind; {} for an unused device."""
     if forecast is None:
         return {}
     return {
@@ -85,7 +89,8 @@ def _sizes(forecast: StageBytes | None) -> dict[str, int]:
     }
 
 
-def _size(size: int | None, reference: int | None = None) -> str:
+def _format_size(size: int | None, reference: int | None = None) -> str:
+    """Format a size with its difference from a reference; None means an unused device."""
     if size is None:
         return "not used"
     if reference is None or reference == size:
@@ -94,7 +99,8 @@ def _size(size: int | None, reference: int | None = None) -> str:
     return f"{format_bytes(size)} ({sign}{format_bytes(abs(size - reference))})"
 
 
-def _moves(comparison: Comparison) -> Iterator[RenderableType]:
+def _render_moves(comparison: Comparison) -> Iterator[RenderableType]:
+    """Render the modules that moved between devices."""
     yield ""
     if comparison.moves is None:
         yield Text("the models have different modules, which can't be compared")

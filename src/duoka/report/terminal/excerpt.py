@@ -14,9 +14,9 @@ from rich.text import Text
 from ..check_report import Place
 
 _BEFORE, _AFTER = 2, 1  # lines of context
-_LONGEST = 7  # a longer expression is shown by its ends and its marked lines
+_LONGEST = 7  # lines; of a longer expression only its ends and marked lines are shown
 _END = 2
-_MARGIN = 4  # cells that stay in sight before a mark in a line that is too long
+_MARGIN = 4  # cells kept visible before a mark in a line that is too long
 _NARROWEST = 16
 _THEME = "ansi_dark"  # the terminal's own colours
 _TAB = 4
@@ -33,7 +33,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Marked cells of a line; without a label the place itself."""
+    """Marked cells [start, stop) of a line; the place itself has no label."""
 
     start: int
     stop: int
@@ -41,16 +41,17 @@ class _Span:
     style: str = ""
 
     def clip(self, first_cell: int, room: int) -> _Span:
-        """Shift and clip the span to the visible cells [left, left + room)."""
+        """Shift and clip the span to the visible cells [first_cell, first_cell + room)."""
         start = min(max(self.start - first_cell, 0), room - 1)
         stop = min(max(self.stop - first_cell, start + 1), room)
         return _Span(start, stop, self.label, self.style)
 
 
 class Excerpt:
-    """Numbered source lines around a place, or its own text if the file has changed.
+    """Numbered source lines around a place, with the place underlined and its marks labelled.
 
-    The place is underlined. Marks outside of it are ignored.
+    If the file has changed, only the recorded text of the place is shown. Marks outside of the
+    place are ignored.
     """
 
     def __init__(self, place: Place, marks: Sequence[Mark] = ()) -> None:
@@ -58,7 +59,7 @@ class Excerpt:
         self._marks = [mark for mark in marks if _is_within(mark.place, place)]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines = _read(self._place)
+        lines = _read_lines(self._place)
         if not lines:
             yield Text(self._place.text)
             return
@@ -67,7 +68,7 @@ class Excerpt:
         room = max(options.max_width - digits - len(f" {bar} "), _NARROWEST)
         spans = self._spans(lines)
         first_cell = _first_visible_cell(lines, spans, room)
-        texts = _texts(lines, coloured=console.color_system is not None)
+        texts = _highlight(lines, coloured=console.color_system is not None)
         previous = min(lines) - 1
         for number in self._numbers(lines):
             if number != previous + 1:
@@ -82,6 +83,7 @@ class Excerpt:
                 yield _with_margin(f"{'':{digits}} {bar} ", under)
 
     def _numbers(self, lines: Mapping[int, str]) -> list[int]:
+        """Return the shown line numbers: all, or the ends and marked lines of a long place."""
         first, last = self._place.line, _last_line(self._place)
         if last - first < _LONGEST:
             return sorted(lines)
@@ -90,7 +92,7 @@ class Excerpt:
         return sorted((ends | marked) & lines.keys())
 
     def _spans(self, lines: Mapping[int, str]) -> dict[int, list[_Span]]:
-        """Return the spans of the place and of the marks by line, with equal marks merged."""
+        """Return the spans of the place and its marks by line; marks at one place are merged."""
         equal_marks: dict[Place, list[Mark]] = {}
         for mark in self._marks:
             equal_marks.setdefault(mark.place, []).append(mark)
@@ -104,8 +106,8 @@ class Excerpt:
             line_spans.setdefault(mark.place.line, []).append(span)
         return line_spans
 
-    def _under(self, spans: list[_Span], room: int, *, ascii_only: bool) -> Iterator[Text]:
-        """Yield the rows under a line: arrows under its expressions, then one label each."""
+    def _underlines(self, spans: list[_Span], room: int, *, ascii_only: bool) -> Iterator[Text]:
+        """Yield the rows under a line: underlines of its expressions, then one row per label."""
         line, stem = ("-", "|") if ascii_only else ("─", "│")
         in_order = sorted(spans, key=lambda span: span.start)
         marks = [span for span in in_order if span.label]
@@ -116,19 +118,19 @@ class Excerpt:
         for mark in marks:
             under |= dict.fromkeys(range(mark.start, mark.stop), ("^", mark.style))
         if under:
-            yield _row(under)
+            yield _draw_row(under)
         while marks:
             last = marks.pop()
             start = max(min(last.start, room - len(last.label)), 0)
             under = {mark.start: (stem, mark.style) for mark in marks}
             under |= {cell: (sign, last.style) for cell, sign in enumerate(last.label, start)}
-            yield _row(under)
+            yield _draw_row(under)
 
 
 def _first_visible_cell(
     lines: Mapping[int, str], spans: Mapping[int, list[_Span]], room: int
 ) -> int:
-    """Return the first visible cell: the indentation, or further right to show a mark."""
+    """Return the first visible cell: after the indentation, or further right to show a mark."""
     written = [expand(line) for line in lines.values() if line.strip()]
     first_cell = min(map(indent, written), default=0)
     every = [span for line_spans in spans.values() for span in line_spans]
@@ -137,7 +139,7 @@ def _first_visible_cell(
     return first_cell if start + _MARGIN - first_cell <= room else start - _MARGIN
 
 
-def _read(place: Place) -> dict[int, str]:
+def _read_lines(place: Place) -> dict[int, str]:
     """Return the lines around a place by number; empty if the file has changed."""
     linecache.checkcache(place.file)
     every = linecache.getlines(place.file)
@@ -167,7 +169,7 @@ def _is_within(inner: Place, outer: Place) -> bool:
 def _span(mark: Mark, line: str) -> _Span:
     """Return the cells of a mark in its first line."""
     place, length = mark.place, len(line.rstrip())
-    if not place.end_line:  # only its line is known
+    if not place.end_line:  # the columns are unknown
         place = replace(place, column=indent(line), end_column=length)
     start = min(place.column, length)
     stop = length if place.end_line > place.line else min(max(place.end_column, start), length)
@@ -175,7 +177,8 @@ def _span(mark: Mark, line: str) -> _Span:
     return _Span(first, max(end, first + 1), mark.label, mark.style)
 
 
-def _texts(lines: Mapping[int, str], *, coloured: bool) -> dict[int, Text]:
+def _highlight(lines: Mapping[int, str], *, coloured: bool) -> dict[int, Text]:
+    """Return the lines as text, with syntax highlighting if `coloured`."""
     plain = {number: expand(line) for number, line in lines.items()}
     texts = {number: Text(line) for number, line in plain.items()}
     if coloured:
@@ -186,8 +189,8 @@ def _texts(lines: Mapping[int, str], *, coloured: bool) -> dict[int, Text]:
     return texts
 
 
-def _row(signs: Mapping[int, tuple[str, str]]) -> Text:
-    """Build one line from the characters in its cells."""
+def _draw_row(signs: Mapping[int, tuple[str, str]]) -> Text:
+    """Build a row from (character, style) by cell; other cells are blank."""
     return Text.assemble(*(signs.get(cell, " ") for cell in range(max(signs) + 1)))
 
 

@@ -1,4 +1,4 @@
-"""Sentences that explain a plan, for terminal and HTML page."""
+"""Sentences that explain a plan, for the terminal and the HTML page."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _AIMS = {
     "balance": "maximize the smallest free fraction of the budget over all GPUs",
     "order": "fill each GPU completely before the next",
 }
-_REACHED = {
+_VALUE_PHRASES = {
     "headroom": ("The tightest, {},", "has", "leaves more headroom than"),
     "balance": ("The fullest, {},", "has", "leaves more headroom than"),
     "latency": ("A {work}", "takes", "takes less than"),
     "throughput": ("The slowest, on {},", "takes", "has one that takes less than"),
 }
-_MOST_NAMED = 3
-_LEAST_TOLD = 4096
+_MAX_NAMED = 3
+_NEGLIGIBLE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rival:
-    """An alternative in words: name, distribution of layers, verdict."""
+    """Text of an alternative plan: name, layers per device, verdict."""
 
     name: str
     layers: str
@@ -43,7 +43,7 @@ class Rival:
 
 
 def describe_objective(explanation: Explanation) -> Iterator[str]:
-    """Describe the objective, its value, and the bound that proves the optimum."""
+    """Describe the objective, the plan's value, and the bound that proves it optimal."""
     objective = explanation.objective
     values = explanation.value, explanation.bound
     reached, bound = (format_value(explanation, value) for value in values)
@@ -56,10 +56,10 @@ def describe_objective(explanation: Explanation) -> Iterator[str]:
         return
     num = len(explanation.shares)
     where = "on one GPU" if num == 1 else f"on {num} GPUs"
-    if objective not in _REACHED:
+    if objective not in _VALUE_PHRASES:
         yield f"The GPUs are used in the order given: {_AIMS[objective]}."
         return
-    subject, verb, beyond = _REACHED[objective]
+    subject, verb, beyond = _VALUE_PHRASES[objective]
     who = subject.format(binding, work=explanation.work)
     yield f"Objective: {objective} ({_AIMS[objective].format(work=explanation.work)})."
     unit = "" if objective in ("latency", "throughput") else " of headroom"
@@ -80,7 +80,7 @@ def format_value(explanation: Explanation, value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format seconds with three digits in s, ms or µs."""
+    """Format seconds in s (two decimals), or in ms or µs (one decimal)."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"
@@ -100,16 +100,17 @@ def explain_neighbors(explanation: Explanation, device: str) -> Iterator[str]:
     for change in explanation.changes:
         if change.giver.device == device:
             yield (
-                f"No fewer modules: {_describe_loss(change, now)}{_judgement(change, explanation)}"
+                f"No fewer modules: {_describe_loss(change, now)}{_effect_of(change, explanation)}"
             )
     for change in explanation.changes:
         if change.taker.device == device:
-            yield f"No more modules: {_describe_gain(change)}{_judgement(change, explanation)}"
+            yield f"No more modules: {_describe_gain(change)}{_effect_of(change, explanation)}"
 
 
 def _describe_loss(change: BoundaryMove, now: dict[str, Share]) -> str:
+    """Describe the memory that the neighbor would need to take some of a device's modules."""
     what, taker = name_modules(change.modules), change.taker
-    if trouble := _trouble(taker, f"fragmentation on {taker.device}", taker.device):
+    if trouble := _describe_shortage(taker, f"fragmentation on {taker.device}", taker.device):
         return f"with {what} {trouble}"
     added_bytes = taker.requested_bytes - now[taker.device].requested_bytes
     headroom = now[taker.device].headroom_bytes
@@ -120,28 +121,30 @@ def _describe_loss(change: BoundaryMove, now: dict[str, Share]) -> str:
 
 
 def _describe_gain(change: BoundaryMove) -> str:
+    """Describe the memory that a device would need to take some of the neighbor's modules."""
     taker = change.taker
     needs = (
         f"it would need {format_bytes(taker.requested_bytes)} of {format_bytes(taker.budget_bytes)}"
     )
     added = f"{name_modules(change.modules)} of {change.giver.device}"
-    return f"with {added} {_trouble(taker, 'fragmentation', 'it') or needs}"
+    return f"with {added} {_describe_shortage(taker, 'fragmentation', 'it') or needs}"
 
 
-def _trouble(share: Share, memory: str, device: str) -> str:
+def _describe_shortage(share: Share, memory: str, device: str) -> str:
+    """Describe fragmentation or low headroom after a move; "" if neither occurs."""
     if share.is_fragmented:
         return f"{memory} would exceed its budget"
     return f"{device} would have less than the recommended headroom" if share.is_tight else ""
 
 
-def _judgement(change: BoundaryMove, explanation: Explanation) -> str:
-    """Describe the effect on the objective, as the end of a sentence."""
+def _effect_of(change: BoundaryMove, explanation: Explanation) -> str:
+    """Describe the effect of a move on the objective, as the end of a sentence."""
     if change.outcome == "forbidden":
         return ": excluded by the pins."
     if change.taker.is_fragmented or change.outcome == "tight":
         return "."
     if change.value is None:
-        return f": {_missing(-min(change.giver.headroom_bytes, change.taker.headroom_bytes))}."
+        return f": {_shortfall(-min(change.giver.headroom_bytes, change.taker.headroom_bytes))}."
     now = {share.device: share for share in explanation.shares}
     then = {**now, change.giver.device: change.giver, change.taker.device: change.taker}
     headrooms = [
@@ -158,27 +161,28 @@ def _judgement(change: BoundaryMove, explanation: Explanation) -> str:
 
 
 def explain_gpu_count(explanation: Explanation) -> str:
-    """Explain the number of GPUs; empty if nothing is to be explained."""
+    """Explain why fewer GPUs don't suffice; "" if the explanation has no fewer GPUs."""
     fewer_devices = explanation.fewer
     if fewer_devices is None:
         return ""
     names, is_one = join_words(fewer_devices.devices), len(fewer_devices.devices) == 1
     which = f"on the largest one, {names}," if is_one else f"on {names}, the largest,"
-    missing = _missing(fewer_devices.missing_bytes, "at least ")
+    missing = _shortfall(fewer_devices.missing_bytes, "at least ")
     number = f"{len(explanation.shares)} GPUs and not {len(fewer_devices.devices)}"
     room = ", including the recommended headroom" if explanation.leaves_room else ""
     return f"{number}: {which} {missing}{room}."
 
 
-def _missing(num_bytes: int, bound_prefix: str = "") -> str:
-    # As a bound it may be next to nothing, where it is the cut or fragmentation that is in the way.
-    if num_bytes < _LEAST_TOLD:
+def _shortfall(num_bytes: int, bound_prefix: str = "") -> str:
+    """Format missing bytes; `bound_prefix` precedes a lower bound, such as "at least "."""
+    # A lower bound can be close to 0 if the real obstacle is the split or fragmentation.
+    if num_bytes < _NEGLIGIBLE_BYTES:
         return "it misses the budget slightly" + (" for every split" if bound_prefix else "")
     return f"{bound_prefix}{format_bytes(num_bytes)} are missing"
 
 
 def describe_transfers(explanation: Explanation) -> Iterator[str]:
-    """Describe the transfers between GPUs."""
+    """Describe the bytes and seconds of each transfer between GPUs."""
     for crossing in explanation.crossings:
         took = "" if crossing.seconds is None else f", {format_duration(crossing.seconds)}"
         what = f"{format_bytes(crossing.num_bytes)} a {crossing.per}{took}"
@@ -209,6 +213,7 @@ def format_layers(shares: Sequence[Share]) -> str:
 
 
 def _verdict(alternative: Alternative, explanation: Explanation) -> str:
+    """Describe an alternative: the plan itself, why it does not fit, or its value."""
     if alternative.is_plan:
         return "this plan"
     if alternative.value is None:
@@ -230,15 +235,16 @@ def _verdict(alternative: Alternative, explanation: Explanation) -> str:
 
 
 def _shortages(over: Sequence[Share]) -> str:
+    """Describe the devices that exceed their budgets; at most three by name."""
     shortages = [
         f"fragmentation on {share.device} would exceed its budget"
         if share.is_fragmented
         else f"{share.device} would need {format_bytes(share.requested_bytes)} of "
         f"{format_bytes(share.budget_bytes)}"
-        for share in over[:_MOST_NAMED]
+        for share in over[:_MAX_NAMED]
     ]
-    if len(over) > _MOST_NAMED:
-        shortages.append(f"{len(over) - _MOST_NAMED} more exceed their budgets")
+    if len(over) > _MAX_NAMED:
+        shortages.append(f"{len(over) - _MAX_NAMED} more exceed their budgets")
     return join_words(shortages)
 
 
@@ -248,6 +254,7 @@ def render_explanation(explanation: Explanation) -> RenderableType:
 
 
 def _parts(explanation: Explanation) -> Iterator[RenderableType]:
+    """Yield the sections: objective, each GPU, transfers and alternatives."""
     yield Text("why", style="bold")
     sentences = (*describe_objective(explanation), explain_gpu_count(explanation))
     yield from map(_indent, filter(None, sentences))

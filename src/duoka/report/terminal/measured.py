@@ -21,6 +21,7 @@ def render_measured(plan: Plan, measured: Measured) -> RenderableType:
 
 
 def _measured_parts(plan: Plan, measured: Measured) -> Iterator[RenderableType]:
+    """Yield the table of peaks, the speed, and a note if less context was used than planned."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("device")
     for name in ("allocated peak", "forecast", "reserved peak", "forecast"):
@@ -35,7 +36,7 @@ def _measured_parts(plan: Plan, measured: Measured) -> Iterator[RenderableType]:
         table.add_row(peaks.device, *map(format_bytes, sizes))
     if table.row_count:
         yield table
-    if pace := _pace(measured):
+    if pace := _describe_speed(measured):
         yield Text(pace)
     if 0 < measured.context_tokens < plan.workload.context_tokens:
         yield Text(
@@ -44,7 +45,8 @@ def _measured_parts(plan: Plan, measured: Measured) -> Iterator[RenderableType]:
         )
 
 
-def _pace(measured: Measured) -> str:
+def _describe_speed(measured: Measured) -> str:
+    """Describe the time to first token and the decode speed; "" if nothing was timed."""
     if measured.first_token_seconds is None:
         return ""
     text = f"first token after {format_seconds(measured.first_token_seconds)}"

@@ -25,14 +25,14 @@ from duoka.planner.room import cache_tokens, is_tight
 from .serving import render_serving
 from .words import modules_of, name_modules
 
-_TABLE_COLUMNS = 72  # with fewer there is a list instead
+_TABLE_COLUMNS = 72  # narrower terminals get a list instead of a table
 _WIDEST_BAR = 60
-_CHOSEN = {"given": "device map", "balance": "balanced", "order": "filled in order"}
+_OBJECTIVE_FACTS = {"given": "device map", "balance": "balanced", "order": "filled in order"}
 _SPEEDS = ("memory_bytes_per_second", "flops_per_second")
 
 
 class _Kind(NamedTuple):
-    """Color, bar character, ASCII bar character and column title of a kind of bytes."""
+    """Color, bar character, ASCII bar character and column title of a kind of memory."""
 
     style: str
     sign: str
@@ -51,7 +51,7 @@ KINDS = {
     "CUDA": _Kind("red", "c", "c", ""),
     "others": _Kind("red", "x", "x", ""),
 }
-_OUTSIDE = ("free", "CUDA", "others")
+_NOT_RESERVED = ("free", "CUDA", "others")
 
 
 def render_plan(plan: Plan) -> RenderableType:
@@ -68,6 +68,8 @@ def plan_text(plan: Plan) -> str:
 
 
 class _View:
+    """Rich renderable of a plan."""
+
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
 
@@ -76,15 +78,15 @@ class _View:
         yield _heading(self._plan)
         yield ""
         yield _table(self._plan) if wide else _list(self._plan)
-        yield from _budgets(self._plan)
-        yield from _emulation(self._plan)
-        yield from _offloaded(self._plan)
+        yield from _describe_budgets(self._plan)
+        yield from _describe_emulation(self._plan)
+        yield from _describe_offloaded(self._plan)
         yield ""
         yield _bars(self._plan, options.max_width, ascii_only=options.ascii_only)
         if self._plan.workload.is_paged:
             yield from render_serving(self._plan)
         else:
-            yield from _cache(self._plan)
+            yield from _describe_cache(self._plan)
             yield from render_seconds(self._plan)
         for reason in self._plan.why:
             yield Text(reason.text)
@@ -98,22 +100,23 @@ def _heading(plan: Plan) -> Text:
 
 
 def _table(plan: Plan) -> Table:
+    """Render the modules and memory of each GPU as a table."""
     unit, divisor = unit_for(max(device.budget_bytes for device in plan.forecast.devices))
-    # With a column more, as training has, names would be broken at 80 columns but for the edges.
+    # Training has one more column: without the edges, names still fit in 80 columns.
     wide = plan.workload.training is None
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=wide)
     table.add_column("GPU", no_wrap=True)
     table.add_column("modules", overflow="fold", ratio=1)
-    kinds = [kind for kind in _kinds(plan) if kind not in _OUTSIDE]
+    kinds = [kind for kind in _kinds(plan) if kind not in _NOT_RESERVED]
     for name in (*(KINDS[kind].column for kind in kinds), "reserved", "budget"):
         table.add_column(name, justify="right", no_wrap=True)
     for device in plan.forecast.devices:
         parts = device.kinds
         sizes = (*(parts[kind] for kind in kinds), device.reserved_bytes, device.budget_bytes)
         numbers = [f"{size / divisor:.2f}" for size in sizes]
-        table.add_row(device.device, _modules(plan, device.device), *numbers)
+        table.add_row(device.device, _name_modules_on(plan, device.device), *numbers)
     table.caption = f"in {unit}; overhead: reserved by the allocator, not used by tensors"
-    # Much of what is reserved is cached only: a tenth of the budget or more.
+    # Devices where at least a tenth of the budget is reserved but not allocated.
     cached = [d for d in plan.forecast.devices if 10 * d.overhead_bytes >= d.budget_bytes]
     if cached:
         allocated = ", ".join(f"{d.device} {d.allocated_bytes / divisor:.2f}" for d in cached)
@@ -125,35 +128,36 @@ def _table(plan: Plan) -> Table:
 
 
 def _list(plan: Plan) -> Group:
+    """Render the modules and memory of each GPU as a list, for narrow terminals."""
     rows: list[RenderableType] = []
     for device in plan.forecast.devices:
         rows.append(Text(device.device, style="bold"))
-        rows.append(Text(f"  {_modules(plan, device.device)}"))
+        rows.append(Text(f"  {_name_modules_on(plan, device.device)}"))
         parts = device.kinds
         rows += [
             Text(f"  {kind}: {format_bytes(parts[kind])}")
             for kind in _kinds(plan)
-            if kind not in _OUTSIDE
+            if kind not in _NOT_RESERVED
         ]
         reserved, budget = format_bytes(device.reserved_bytes), format_bytes(device.budget_bytes)
         rows.append(Text(f"  reserved: {reserved} of {budget}"))
     return Group(*rows)
 
 
-def _budgets(plan: Plan) -> Iterator[Text]:
-    """Describe how the budgets of detected GPUs and cards are computed, equal ones merged."""
+def _describe_budgets(plan: Plan) -> Iterator[Text]:
+    """Describe how the budgets of detected GPUs and cards are computed; equal ones are merged."""
     names_by_text: dict[str, list[str]] = {}
     reserved = reserves(plan.request.constraints, plan.fleet)
     for name in plan.devices:
         device = plan.fleet.device(name)
         if device.reserve_bytes:
-            names_by_text.setdefault(_budget_parts(device, reserved.get(name, 0)), []).append(name)
+            names_by_text.setdefault(_budget_text(device, reserved.get(name, 0)), []).append(name)
     for text, names in names_by_text.items():
         yield Text(f"{', '.join(names)}: {text}")
 
 
-def _offloaded(plan: Plan) -> Iterator[Text]:
-    """Describe the weights in host memory (the GPU's column has only the buffers)."""
+def _describe_offloaded(plan: Plan) -> Iterator[Text]:
+    """Describe the weights in CPU memory (the table only has their buffers on the GPU)."""
     if plan.offloaded:
         forecast = plan.forecast
         seconds = forecast.copy_seconds
@@ -164,8 +168,8 @@ def _offloaded(plan: Plan) -> Iterator[Text]:
         )
 
 
-def _emulation(plan: Plan) -> Iterator[Text]:
-    """Name the GPUs in use that emulate the plan's dtype."""
+def _describe_emulation(plan: Plan) -> Iterator[Text]:
+    """Name the GPUs in use that emulate bfloat16, if it is the plan's dtype."""
     if plan.workload.dtype != "bfloat16":
         return
     lacking = [name for name in plan.devices if plan.fleet.device(name).has_bfloat16 is False]
@@ -177,7 +181,8 @@ def _emulation(plan: Plan) -> Iterator[Text]:
         )
 
 
-def _budget_parts(device: Device, asked_bytes: int) -> str:
+def _budget_text(device: Device, asked_bytes: int) -> str:
+    """Describe how a GPU's budget results from its free memory; `asked_bytes` is --reserve."""
     offered = format_bytes(device.budget_bytes + device.reserve_bytes)
     if device.uuid:
         total = "" if device.memory_bytes is None else f" of {format_bytes(device.memory_bytes)}"
@@ -197,6 +202,7 @@ def _budget_parts(device: Device, asked_bytes: int) -> str:
 
 
 def _bars(plan: Plan, columns: int, *, ascii_only: bool) -> Group:
+    """Render a bar per GPU, with lengths in proportion to its memory, and the legend."""
     devices = plan.forecast.devices
     label = max(len(device.device) for device in devices) + 1
     parts_of = [{**device.kinds, **unplanned_bytes(plan, device)} for device in devices]
@@ -216,7 +222,7 @@ def _bars(plan: Plan, columns: int, *, ascii_only: bool) -> Group:
 def draw_bar(parts: Mapping[str, int], width: int, *, ascii_only: bool) -> Text:
     """Draw bytes by kind as a bar of `width` characters."""
     text = Text()
-    for kind, cells in zip(parts, _share([*parts.values()], width), strict=True):
+    for kind, cells in zip(parts, _distribute_cells([*parts.values()], width), strict=True):
         text.append(_sign(kind, ascii_only=ascii_only) * cells, style=KINDS[kind].style)
     return text
 
@@ -235,15 +241,15 @@ def _sign(kind: str, *, ascii_only: bool) -> str:
 
 
 def _kinds(plan: Plan) -> list[str]:
-    """Return the kinds of bytes of the plan: with KV cache, or with training states."""
+    """Return the kinds of memory of a plan: with KV cache, or with training states."""
     hidden = {"KV cache"} if plan.workload.training is not None else {"gradients", "optimizer"}
     return [kind for kind in KINDS if kind not in hidden]
 
 
 def unplanned_bytes(plan: Plan, stage: StageBytes) -> dict[str, int]:
-    """Return the bytes outside of the plan: free, kept for CUDA, and of other processes."""
+    """Return the bytes that the plan doesn't reserve: free, for CUDA, and of other processes."""
     device = plan.fleet.device(stage.device)
-    # As asked for, and not for CUDA.
+    # Memory left free by --reserve is part of `reserve_bytes`, but is not for CUDA.
     kept_bytes = reserves(plan.request.constraints, plan.fleet).get(stage.device, 0)
     offered = device.budget_bytes + device.reserve_bytes
     return {
@@ -253,11 +259,11 @@ def unplanned_bytes(plan: Plan, stage: StageBytes) -> dict[str, int]:
     }
 
 
-def _share(parts: Sequence[int], width: int) -> list[int]:
+def _distribute_cells(parts: Sequence[int], width: int) -> list[int]:
     """Distribute `width` cells over the parts, each within one cell of its exact share."""
-    # Rounds the running sums, not the parts: the cells then add up to the width. Parts 1, 1, 1 in
-    # 10 cells end at 3.33, 6.67 and 10, rounded 3, 7 and 10: 3, 4 and 3 cells. A plan's file can
-    # say anything: with a negative part another one would be longer than the bar.
+    # Running sums are rounded instead of the parts, so that the cells add up to the width. Parts 1,
+    # 1, 1 in 10 cells end at 3.33, 6.67 and 10, rounded to 3, 7 and 10: 3, 4 and 3 cells. Negative
+    # parts, possible in an untrusted plan file, count as 0: other parts would exceed the bar.
     parts = [max(part, 0) for part in parts]
     total = sum(parts) or 1
     ends = [0]
@@ -267,8 +273,8 @@ def _share(parts: Sequence[int], width: int) -> list[int]:
     return [stop - start for start, stop in itertools.pairwise(cells)]
 
 
-def _cache(plan: Plan) -> Iterator[Text]:
-    """Describe the capacity of the KV cache in tokens and users."""
+def _describe_cache(plan: Plan) -> Iterator[Text]:
+    """Describe the capacity of the KV cache in tokens and concurrent requests."""
     context = plan.workload.context_tokens
     tokens = cache_tokens(plan.forecast, plan.workload)
     if not tokens:
@@ -278,7 +284,7 @@ def _cache(plan: Plan) -> Iterator[Text]:
     yield Text(f"KV cache capacity: {tokens:,} tokens ({requests} of {context:,} tokens{hint})")
 
 
-def _modules(plan: Plan, device: str) -> str:
+def _name_modules_on(plan: Plan, device: str) -> str:
     return name_modules(modules_of(plan.placement.entries, device))
 
 
@@ -289,31 +295,31 @@ def plan_title(plan: Plan) -> tuple[str, str]:
 
 
 def plan_facts(plan: Plan) -> Iterator[str]:
-    """Yield the parts of the request in short words."""
+    """Yield the facts of a plan's request as short phrases."""
     yield from workload_facts(plan.workload)
-    yield _CHOSEN.get(plan.objective, f"objective: {plan.objective}")
+    yield _OBJECTIVE_FACTS.get(plan.objective, f"objective: {plan.objective}")
     if any(map(is_tight, plan.forecast.devices)):
         yield "low headroom"
 
 
 def workload_facts(workload: Workload) -> Iterator[str]:
-    """Yield the parts of a workload in short words."""
+    """Yield the facts of a workload as short phrases."""
     yield workload.dtype
     if workload.quantize != "none":
         yield f"{workload.quantize} weights"
     if workload.training is None:
-        yield from _inference(workload)
+        yield from _inference_facts(workload)
     else:
-        yield from _training(workload, workload.training)
+        yield from _training_facts(workload, workload.training)
 
 
-def _inference(workload: Workload) -> Iterator[str]:
+def _inference_facts(workload: Workload) -> Iterator[str]:
     new = f"({workload.prompt_tokens} + {workload.new_tokens} new)"
     chunk = workload.prefill_chunk_tokens
     is_served = workload.is_paged
     yield f"up to {workload.batch} requests" if is_served else f"batch {workload.batch}"
     yield f"context {workload.context_tokens} {new}"
-    yield from _images(workload)
+    yield from _image_facts(workload)
     if is_served:
         yield f"steps of {chunk or workload.prompt_tokens} tokens"
         return
@@ -322,19 +328,19 @@ def _inference(workload: Workload) -> Iterator[str]:
         yield f"{workload.cache} KV cache"
 
 
-def _images(workload: Workload) -> Iterator[str]:
+def _image_facts(workload: Workload) -> Iterator[str]:
     if workload.images:
         height, width = workload.image_size
         at_once = f", {workload.vision_batch} at a time" if workload.vision_batch else ""
         yield f"{format_count(workload.images, 'image')} of {width}x{height}{at_once}"
 
 
-def _training(workload: Workload, training: Training) -> Iterator[str]:
+def _training_facts(workload: Workload, training: Training) -> Iterator[str]:
     lora = training.method == "lora"
     targets = f" on {', '.join(training.lora_targets)}" if training.lora_targets else ""
     yield f"LoRA training, rank {training.lora_rank}{targets}" if lora else "full training"
     yield f"{workload.batch} x {workload.prompt_tokens} tokens"
-    yield from _images(workload)
+    yield from _image_facts(workload)
     if training.micro_batches > 1:
         yield f"{training.micro_batches} micro-batches, {training.schedule}"
     yield training.optimizer
@@ -345,15 +351,16 @@ def _training(workload: Workload, training: Training) -> Iterator[str]:
 
 
 def render_seconds(plan: Plan) -> Iterator[Text]:
-    """Yield the forecast speed and its origin, if known."""
+    """Yield the forecast speed, and the source of the GPU speeds; nothing if unknown."""
     seconds = plan.forecast.seconds
     if seconds is None:
         return
-    yield Text(_pace(plan, seconds))
-    yield Text(_origin(plan))
+    yield Text(_describe_speed(plan, seconds))
+    yield Text(_describe_speed_source(plan))
 
 
-def _pace(plan: Plan, seconds: Seconds) -> str:
+def _describe_speed(plan: Plan, seconds: Seconds) -> str:
+    """Describe the forecast speed of generation, or of a training step."""
     busy = f"{format_roughly(seconds.tokens_per_second)} tokens/s"
     if seconds.first_token_seconds is None:
         return f"step time: about {format_seconds(seconds.total_seconds)}, about {busy}"
@@ -367,7 +374,8 @@ def _pace(plan: Plan, seconds: Seconds) -> str:
     return pace
 
 
-def _origin(plan: Plan) -> str:
+def _describe_speed_source(plan: Plan) -> str:
+    """Describe which speeds of GPUs and links are measured and which are published."""
     measured = [
         name for name in plan.devices if set(_SPEEDS) <= set(plan.fleet.device(name).measured)
     ]

@@ -1,4 +1,4 @@
-"""Sentences on a plan for concurrent requests: pages, requests, tokens per second."""
+"""Render the capacity of a plan for concurrent requests: pages, requests, throughput."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from duoka.forecast.serving_speed import ServingSpeed
 from duoka.planner.plan import Plan
 from duoka.planner.room import room_bytes
 
-_SHORTER = (1, 4, 16)
+_LENGTH_DIVISORS = (1, 4, 16)
 
 
 def render_serving(plan: Plan) -> Iterator[Text]:
-    """Yield the number of pages, the number of requests, and their throughput."""
+    """Yield lines on the number of pages, the number of requests, and the throughput."""
     pages = plan.workload.pages
     assert pages is not None, "a plan's workload is resolved"
     tokens = pages * PAGE_TOKENS
     yield Text(f"{pages:,} pages of {PAGE_TOKENS} tokens, {tokens:,} in total: {_by_stage(plan)}")
-    yield Text(f"at once {_requests(plan, pages)}")
-    yield from (Text(line) for line in _loads(plan))
+    yield Text(f"at once {_requests_by_length(plan, pages)}")
+    yield from (Text(line) for line in _describe_throughput(plan))
 
 
 def _by_stage(plan: Plan) -> str:
-    """List the pages that each stage could hold; the minimum is used."""
+    """List the pages that each stage could hold; the plan uses the minimum."""
     pages = plan.workload.pages or 0
     parts = []
     for stage in plan.forecast.devices:
@@ -37,10 +37,10 @@ def _by_stage(plan: Plan) -> str:
     return ", ".join(parts)
 
 
-def _requests(plan: Plan, pages: int) -> str:
-    """List how many requests of several lengths fit."""
+def _requests_by_length(plan: Plan, pages: int) -> str:
+    """List how many requests fit with the whole context, and with shorter lengths."""
     workload = plan.workload
-    lengths = dict.fromkeys(max(workload.context_tokens // part, 1) for part in _SHORTER)
+    lengths = dict.fromkeys(max(workload.context_tokens // part, 1) for part in _LENGTH_DIVISORS)
     parts = []
     for length in lengths:
         number = pages // -(-length // PAGE_TOKENS)
@@ -51,8 +51,8 @@ def _requests(plan: Plan, pages: int) -> str:
     return ", ".join(parts)
 
 
-def _loads(plan: Plan) -> Iterator[str]:
-    """Describe the throughput by formula, and the effect of several stages."""
+def _describe_throughput(plan: Plan) -> Iterator[str]:
+    """Describe the estimated throughput, and the effect of several stages on it."""
     loads, num = plan.forecast.serving_speeds, len(plan.devices)
     if not loads:
         return
@@ -84,4 +84,5 @@ def _loads(plan: Plan) -> Iterator[str]:
 
 
 def _gain(load: ServingSpeed) -> float:
+    """Return the speed of several groups of requests relative to a single group."""
     return load.tokens_per_second / load.serial_tokens_per_second

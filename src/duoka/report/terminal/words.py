@@ -28,7 +28,7 @@ def describe_fault(fault: Fault) -> str:
 
 
 def describe_operation(fault: Fault) -> str:
-    """Describe a fault."""
+    """Describe the faulty operation of a fault."""
     devices = join_words(fault.devices) if fault.devices else "several devices"
     return {
         "mixed-devices": f"{fault.op} of tensors on {devices}",
@@ -128,14 +128,14 @@ def crop(text: str, longest: int = _LONGEST) -> str:
 
 
 def name_modules(names: Sequence[str]) -> str:
-    """Shorten the modules of a stage: consecutive numbers become a range."""
+    """Join module names; consecutive numbers become a range, such as layers.0-13."""
     return ", ".join(runs(without_prefix(name) for name in names))
 
 
 def modules_of(entries: Sequence[tuple[str, str]], device: str) -> list[str]:
-    """Return the modules of a device, a tower that is complete on it as one name.
+    """Return the modules of a device; a tower that is entirely on the device is one name.
 
-    The main layers are always listed individually.
+    The layers of the model's main list are always listed individually.
     """
     names = [name for name, at in entries if at == device]
     main = main_list([name for name, _ in entries])
@@ -167,7 +167,7 @@ def without_prefix(name: str) -> str:
 
 
 def describe_map_errors(faults: Faults) -> Iterator[tuple[str, list[str]]]:
-    """Yield kinds of errors in a map with the names, numbered names merged."""
+    """Yield each kind of error in a device map with its names; numbered names are merged."""
     for describe_operation, names in (
         ("no device for", runs(faults.missing)),
         ("not there", corrections(faults)),

@@ -1,9 +1,9 @@
 """Bench: measurements by running.
 
-Virtual GPUs go through the same code; a calibration on them measures the processor, and isn't kept.
+Virtual GPUs use the same code; a calibration of virtual GPUs measures the CPU, and is not saved.
 
 - `calibrate`: speeds of this machine's GPUs
-- `deployments`: the ways to run a model, forecast, and the best of them; `measure`: each of them
-  run in processes of its own (`__main__`)
-- `quality`: what quantization costs, as a perplexity on a text
+- `deployments`: the deployments of a model with forecasts, and the recommended deployment
+- `measure`: run a deployment, each replica in a process of its own (`__main__`)
+- `quality`: the loss from quantization, as perplexity on a text
 """

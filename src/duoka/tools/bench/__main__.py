@@ -1,4 +1,4 @@
-"""Process of a measured copy of a model: ``python -m duoka.tools.bench SOCKET``."""
+"""Process of one measured replica: ``python -m duoka.tools.bench SOCKET``."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ from duoka.tracing import TraceSpec, trace_serving
 
 Call = Callable[[], object]
 
-# A small model for generation, with the head sizes of fused attention.
+# A small model to generate with; its head size allows fused attention.
 _CONFIG = {
     "model_type": "glm",
     "hidden_size": 512,
@@ -55,7 +55,7 @@ _CONFIG = {
 }
 _PROMPT_TOKENS = 64
 _NEW_TOKENS = 4
-# A step of this model consists of launches almost alone.
+# The kernels of this model compute so little that a step takes little more than its launches.
 _SMALL_CONFIG = _CONFIG | {"hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 128}
 _SMALL_WORK = Workload(
     cache="paged",
@@ -65,11 +65,11 @@ _SMALL_WORK = Workload(
     prefill_chunk_tokens=_PROMPT_TOKENS,
 )
 _WIDTH = 4096
-# Doubled, until a call takes long enough.
+# Sizes to try: doubled until a call takes at least `_LONG_ENOUGH_SECONDS`.
 _MATRIX_BYTES = [MIB << n for n in range(11)]
 _COPIED_BYTES = _MATRIX_BYTES[:9]
 _WIDTHS = [256, 512, 1024, 2048, 4096, 8192, 16384]
-_SMALL_BYTES = 4096
+_LATENCY_BYTES = 4096
 _WARM_SECONDS = 0.05
 _ROUND_SECONDS = 0.02
 _ROUNDS = 5
@@ -78,36 +78,36 @@ _LONG_ENOUGH_SECONDS = 3e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrated:
-    """Measured figures, and their file; None for virtual GPUs."""
+    """Measured figures, and the file they were saved in; None for virtual GPUs, not saved."""
 
     calibration: Calibration
     path: Path | None
 
 
 def calibrate(fleet: Fleet) -> Calibrated:
-    """Measure the GPUs of a fleet, and keep the figures for later plans.
+    """Measure the GPUs of a fleet, and save the figures for later plans.
 
     Parameters
     ----------
     fleet : Fleet
-        GPUs of this machine. Of virtual ones nothing is kept.
+        GPUs of this machine, or virtual GPUs, whose figures are not saved.
 
     Raises
     ------
     FleetError
-        If a GPU isn't there, was only declared, is in use, or has too little free memory.
+        If a GPU was only declared, is used by another process, or has too little free memory.
     MachineError
-        If the figures can't be kept.
+        If the figures can't be saved.
     """
     _refuse_declared(fleet)
-    driver = _driver(fleet)
+    driver = _driver_version(fleet)
     devices.materialise(fleet)
     try:
         result = Calibration(
             driver=driver,
             torch=calibration.torch_version(),
             gpus=tuple(map(_measure, _kinds(fleet))),
-            links=tuple(_links(fleet)),
+            links=tuple(_measure_links(fleet)),
         )
     except torch.OutOfMemoryError as error:
         raise make_too_small_error(", ".join(fleet.names)) from error
@@ -123,6 +123,7 @@ def calibrate(fleet: Fleet) -> Calibrated:
 
 
 def _refuse_declared(fleet: Fleet) -> None:
+    """Raise FleetError if a GPU is neither in this machine nor virtual."""
     declared = [d.name for d in fleet.devices if not d.uuid and not d.name.startswith("vgpu")]
     if declared:
         raise FleetError(
@@ -132,8 +133,8 @@ def _refuse_declared(fleet: Fleet) -> None:
         )
 
 
-def _driver(fleet: Fleet) -> str:
-    """Return the driver's version; refuse GPUs in use. Empty for virtual GPUs."""
+def _driver_version(fleet: Fleet) -> str:
+    """Return the driver's version, "" for virtual GPUs; FleetError if a GPU is in use."""
     uuids = {device.uuid: device.name for device in fleet.devices if device.uuid}
     if not uuids:
         return ""
@@ -150,10 +151,11 @@ def _driver(fleet: Fleet) -> str:
 
 
 def _measure(device: Device) -> GpuFigures:
+    """Measure a GPU: memory outside the allocator, bandwidth, compute, launches, host copies."""
     name = device.name
     say(f"{name}: memory outside the allocator")
     dtype = torch.float16 if device.has_bfloat16 is False else torch.bfloat16
-    overhead = _overhead(device, dtype)
+    overhead = _overhead_bytes(device, dtype)
     say(f"{name}: memory, matrices, launches")
     reading = read_rate(name, dtype)
     half, single = multiply_rate(name, dtype), multiply_rate(name, torch.float32)
@@ -165,19 +167,19 @@ def _measure(device: Device) -> GpuFigures:
         product=device.product or name.partition(":")[0],
         memory_bytes=device.memory_bytes or device.budget_bytes,
         overhead_bytes=overhead,
-        memory_bytes_per_second=_rounded(reading),
-        flops_per_second=_rounded(half),
-        float32_flops_per_second=_rounded(single),
-        launch_seconds=_rounded(launch),
-        host_bytes_per_second=None if host is None else _rounded(host),
+        memory_bytes_per_second=_to_two_digits(reading),
+        flops_per_second=_to_two_digits(half),
+        float32_flops_per_second=_to_two_digits(single),
+        launch_seconds=_to_two_digits(launch),
+        host_bytes_per_second=None if host is None else _to_two_digits(host),
     )
 
 
-def _overhead(device: Device, dtype: torch.dtype) -> int:
-    """Return this process' bytes on a GPU outside torch's allocator, after generation."""
+def _overhead_bytes(device: Device, dtype: torch.dtype) -> int:
+    """Generate, and return the bytes that this process has on a GPU outside torch's allocator."""
     name = device.name
     model = models.build(_CONFIG, dtype=dtype)
-    _place(model, name)
+    _load_random_weights(model, name)
     with torch.no_grad():
         for batch in (1, 2):
             stepper = Stepper(model, batch, torch.device(name))
@@ -195,8 +197,8 @@ def _overhead(device: Device, dtype: torch.dtype) -> int:
     return max(total - int(backend.memory_reserved(name)), 0)
 
 
-def _place(model: nn.Module, name: str) -> None:
-    """Put a model on a device, with random weights."""
+def _load_random_weights(model: nn.Module, name: str) -> None:
+    """Place a model on a device, and fill its parameters with random values."""
     place(model, Placement(entries=(("", name),)))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -204,32 +206,33 @@ def _place(model: nn.Module, name: str) -> None:
 
 
 def _kinds(fleet: Fleet) -> Iterable[Device]:
-    """Return a GPU of each product."""
+    """Return one GPU of each product and memory size."""
     kinds: dict[tuple[str, int | None], Device] = {}
     for device in fleet.devices:
         kinds.setdefault((device.product, device.memory_bytes), device)
     return kinds.values()
 
 
-def _links(fleet: Fleet) -> Iterator[LinkFigures]:
+def _measure_links(fleet: Fleet) -> Iterator[LinkFigures]:
+    """Measure the copy speed and latency between each ordered pair of GPUs."""
     for source, target in itertools.permutations(fleet.devices, 2):
         say(f"{source.name} → {target.name}")
         rate, latency = crossing_rate(source.name, target.name)
         yield LinkFigures(
             source=source.uuid or source.name,
             target=target.uuid or target.name,
-            bytes_per_second=_rounded(rate),
-            latency_seconds=_rounded(latency),
+            bytes_per_second=_to_two_digits(rate),
+            latency_seconds=_to_two_digits(latency),
         )
 
 
-def _rounded(number: float) -> float:
-    """Round to two significant digits: the search can exchange twins of equal speed."""
+def _to_two_digits(number: float) -> float:
+    """Round to two digits: GPUs with equal figures are interchangeable for the planner."""
     return float(f"{number:.1e}")
 
 
 def read_rate(name: str, dtype: torch.dtype) -> float:
-    """Measure bytes per second of a matrix in products with a single row."""
+    """Measure the memory bandwidth: bytes per second of a matrix multiplied by one row."""
     row = torch.ones((1, _WIDTH), dtype=dtype, device=name)
 
     def make_call(size: int) -> tuple[Call, float]:
@@ -240,7 +243,7 @@ def read_rate(name: str, dtype: torch.dtype) -> float:
 
 
 def multiply_rate(name: str, dtype: torch.dtype) -> float:
-    """Measure operations per second of products of square matrices."""
+    """Measure the floating-point operations per second of products of square matrices."""
 
     def make_call(size: int) -> tuple[Call, float]:
         left, right = (torch.ones((size, size), dtype=dtype, device=name) for _ in range(2))
@@ -250,10 +253,10 @@ def multiply_rate(name: str, dtype: torch.dtype) -> float:
 
 
 def launch_time(name: str) -> float:
-    """Measure seconds of a small model's decode step per kernel launch of the profile.
+    """Measure the seconds per kernel launch: a small model's decode step over its launches.
 
-    The time includes Python's modules and arguments, and views. On a device with asynchronous
-    launches it is the host's time.
+    The number of launches is the profile's. The time includes the Python code of modules, argument
+    parsing and views. On a device with asynchronous launches it is CPU time.
     """
     model = models.build(_SMALL_CONFIG, dtype=torch.float32)
     profile = trace_serving(
@@ -263,7 +266,7 @@ def launch_time(name: str) -> float:
     step = replay.step_over(1, _PROMPT_TOKENS)
     rules = (profile.kinds[block.kind].traces[step.regime].launches for block in profile.blocks)
     launches = sum(evaluate(rule, step.values) for rule in rules)
-    _place(model, name)
+    _load_random_weights(model, name)
     stepper = PagedModel(model, replay.capacity, torch.device(name))
     size = StepSize(tokens=1, rows=1, logits=2)
     seconds = median_seconds(lambda: stepper.run(size=size), name)
@@ -271,62 +274,66 @@ def launch_time(name: str) -> float:
 
 
 def from_host(name: str) -> float | None:
-    """Measure bytes per second from pinned host memory; None without pinned memory."""
+    """Measure bytes per second from pinned CPU memory; None if the device can't pin memory."""
     if not can_pin(name):
         return None
 
     def make_call(size: int) -> tuple[Call, float]:
         host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        device = _bytes(size, name)
+        device = _zero_bytes(size, name)
         return (lambda: device.copy_(host, non_blocking=True)), size
 
     return best_rate(make_call, _COPIED_BYTES, name)
 
 
 def crossing_rate(source: str, target: str) -> tuple[float, float]:
-    """Measure bytes per second from a device to another, and the latency of a tensor."""
-    small = [_bytes(_SMALL_BYTES, name) for name in (source, target)]
+    """Measure bytes per second from one device to another, and the seconds of a small copy."""
+    small = [_zero_bytes(_LATENCY_BYTES, name) for name in (source, target)]
     latency = median_seconds(lambda: small[1].copy_(small[0], non_blocking=True), source, target)
 
     def make_call(size: int) -> tuple[Call, float]:
-        sender, receiver = _bytes(size, source), _bytes(size, target)
+        sender, receiver = _zero_bytes(size, source), _zero_bytes(size, target)
         return (lambda: receiver.copy_(sender, non_blocking=True)), size
 
     rate = best_rate(make_call, _COPIED_BYTES, source, target)
     return rate, latency
 
 
-def _bytes(size: int, name: str) -> Tensor:
+def _zero_bytes(size: int, name: str) -> Tensor:
     return torch.zeros(size, dtype=torch.uint8, device=name)
 
 
 # Calls are asynchronous on a GPU, so a round is timed from its first call to the synchronisation
-# after its last. One call alone would measure the launch and the synchronisation: a round has so
-# many calls that it lasts about 20 ms, after 50 ms of warm-up, and the median of five rounds is
-# taken. Rates are measured at sizes that double until a call takes 3 ms, so that launches don't
-# count:
+# after its last call. The time of a single call would mostly be launch and synchronisation.
+# Therefore a round repeats the call for about 20 ms, after 50 ms of warm-up; the result is the
+# median of five rounds. Rates are measured at the first of the doubling sizes whose call takes 3 ms
+# or more, so that the launch time is negligible:
 #
-#   1 MiB  0.02 ms   2 MiB  0.03 ms   …   512 MiB  2.4 ms   1 GiB  4.7 ms → this one
+#   1 MiB  0.02 ms   2 MiB  0.03 ms   …   512 MiB  2.4 ms   1 GiB  4.7 ms → 1 GiB is used
 def median_seconds(call: Call, *names: str) -> float:
-    """Measure the seconds of a call, as the median of rounds of many calls."""
+    """Measure the seconds of a call as the median of several rounds; `names` are its devices."""
     started, calls = time.perf_counter(), 0
     while calls < 2 or time.perf_counter() - started < _WARM_SECONDS:
-        seconds = _round(call, 1, names)
+        seconds = _time_round(call, 1, names)
         calls += 1
     repeats = max(1, min(1000, round(_ROUND_SECONDS / max(seconds, 1e-6))))
-    return statistics.median(_round(call, repeats, names) / repeats for _ in range(_ROUNDS))
+    return statistics.median(_time_round(call, repeats, names) / repeats for _ in range(_ROUNDS))
 
 
 def best_rate(
     make_call: Callable[[int], tuple[Call, float]], sizes: Iterable[int], *names: str
 ) -> float:
-    """Measure work per second at the first size with a long enough call, or the largest fitting."""
+    """Measure work per second at the first size with a long enough call.
+
+    `make_call` returns a call for a size and the work it does, in bytes or operations. If no size
+    is large enough, the largest size that fits into memory is used.
+    """
     best: tuple[Call, float] | None = None
     for size in sizes:
         try:
             call, work = make_call(size)
-            _round(call, 1, names)
-            seconds = _round(call, 1, names)
+            _time_round(call, 1, names)
+            seconds = _time_round(call, 1, names)
         except torch.OutOfMemoryError:
             break
         best = call, work
@@ -339,14 +346,15 @@ def best_rate(
 
 
 def make_too_small_error(name: str) -> FleetError:
-    """Make the error for a GPU without enough memory for any measurement."""
+    """Build the error for a GPU without enough memory for any measurement."""
     return FleetError(
         f"{name} has too little free memory to measure anything",
         hint="end the process, or use other GPUs",
     )
 
 
-def _round(call: Call, repeats: int, names: Iterable[str]) -> float:
+def _time_round(call: Call, repeats: int, names: Iterable[str]) -> float:
+    """Return the seconds of `repeats` calls, up to the end of the work on the named devices."""
     start = time.perf_counter()
     for _ in range(repeats):
         call()

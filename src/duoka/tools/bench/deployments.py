@@ -1,9 +1,11 @@
-"""Deployments of a model: one GPU, splits, copies, quantized weights.
+"""Deployments of a model: one GPU, splits over several GPUs, replicas, quantized weights.
 
-Every deployment is planned for the same requests, with pages for just these; for throughput, or for
-headroom if the GPUs' speeds are unknown. Of fewer GPUs than all the fastest are taken, or else the
-largest; of copies as many as fit. The recommendation follows the measurements, or without any the
-forecasts. Effects of quantization on answers are left to `quality`.
+Every deployment is planned for the same requests, with KV cache pages for exactly these requests.
+The objective is throughput, or headroom if the speed of any GPU is unknown. A split over some of
+the GPUs uses the fastest GPUs, or the largest ones if the model does not fit on the fastest. The
+deployment with replicas has as many replicas as fit. The recommendation is based on measurements if
+any deployment was measured, otherwise on forecasts. `quality` measures how quantization changes the
+answers.
 """
 
 from __future__ import annotations
@@ -32,19 +34,20 @@ from duoka.planner.request import PlanRequest
 from duoka.planner.resolve import workload_for
 from duoka.report.measured import PeakBytes
 
-# A deployment with fewer GPUs is preferred at this share of the best speed.
-_ALIKE = 0.95
-_MOST_SIGNS = 200
+# A deployment with fewer GPUs is preferred if it reaches this share of the best value.
+_NEARLY_BEST = 0.95
+_MAX_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
     """Speeds of a deployment; None if unknown.
 
-    `prefill_tokens_per_second` and `many_tokens_per_second` (decoding) are of all requests at once;
-    `one_tokens_per_second` and `first_token_seconds` of a single request, the latter with the
-    longest prompt. `idle_share` is the pipeline bubble: the average share of idle GPU time. Its
-    forecast counts unequal stages alone.
+    `prefill_tokens_per_second` and `many_tokens_per_second` (decoding) are the totals of all
+    concurrent requests. `one_tokens_per_second` (decoding) and `first_token_seconds` are for a
+    single request; `first_token_seconds` is for the longest prompt. `idle_share` is the pipeline
+    bubble: the average share of idle GPU time. Its forecast only counts idle time that is caused by
+    stages of unequal duration.
     """
 
     prefill_tokens_per_second: float | None = None
@@ -56,7 +59,11 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """A way to run a model: a plan for each copy, or the obstacle; and measurements."""
+    """A way to run a model: one plan per replica, with forecast and measurements.
+
+    `trouble` is the error that prevented planning or measuring, or "". `plans` is empty if planning
+    failed, and `measured` None if the deployment was not run to its end.
+    """
 
     name: str
     weights: str
@@ -68,16 +75,16 @@ class Deployment:
 
     @property
     def rates(self) -> Rates:
-        """Measured rates, or else the forecast."""
+        """Measured rates if there are any, otherwise the forecast."""
         return self.measured or self.forecast
 
     @property
     def num_devices(self) -> int:
-        """Number of GPUs."""
+        """Number of devices over all replicas."""
         return sum(len(plan.devices) for plan in self.plans)
 
     def memory(self) -> Iterator[dict[str, Any]]:
-        """Yield each GPU's reserved memory, forecast and measured."""
+        """Yield the reserved bytes of each device, forecast and measured, and its budget."""
         measured = {peak.device: peak.reserved_bytes for peak in self.peaks}
         for stage in chain(*(plan.forecast.devices for plan in self.plans)):
             yield {
@@ -88,7 +95,7 @@ class Deployment:
             }
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON's types."""
+        """Convert to a JSON-compatible dict."""
         return {
             "name": self.name,
             "weights": self.weights,
@@ -97,20 +104,20 @@ class Deployment:
             "measured": None if self.measured is None else asdict(self.measured),
             "memory": list(self.memory()),
             "trouble": self.trouble or None,
-            "command": command(self),
+            "command": serve_command(self),
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """Deployments of a model, for the requests of a workload."""
+    """All deployments of a model for the same concurrent requests."""
 
     model: str
     workload: Workload
     deployments: tuple[Deployment, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON's types."""
+        """Convert to a JSON-compatible dict, with the recommendation."""
         best, reasons = recommend(self)
         work = self.workload
         return {
@@ -120,7 +127,7 @@ class Bench:
             "requests": work.batch,
             "prompt_tokens": work.prompt_tokens,
             "new_tokens": work.new_tokens,
-            "deployments": [case.to_dict() for case in self.deployments],
+            "deployments": [item.to_dict() for item in self.deployments],
             "recommended": None if best is None else self.deployments.index(best),
             "why": list(reasons),
         }
@@ -134,7 +141,10 @@ def plan_deployments(
     *,
     with_cpu: bool = False,
 ) -> Bench:
-    """Plan each deployment of a checkpoint for the requests of a workload with pages."""
+    """Plan every deployment of a checkpoint for the requests of a paged workload.
+
+    `forms` are the weight formats to plan: "none" for unquantized weights, or a quantization.
+    """
     has_speeds = all(gpu.memory_bytes_per_second and gpu.flops_per_second for gpu in fleet.devices)
     request = replace(request, objective="throughput" if has_speeds else "headroom")
     cases: list[Deployment] = []
@@ -145,39 +155,39 @@ def plan_deployments(
         except DuokaError as error:
             cases.append(Deployment(name="any", weights=form, trouble=describe_error(error)))
             continue
-        cases += _deployments(checkpoint, replace(request, workload=work), fleet, with_cpu=with_cpu)
+        cases += _plan_each(checkpoint, replace(request, workload=work), fleet, with_cpu=with_cpu)
     return Bench(model=checkpoint.name, workload=request.workload, deployments=tuple(cases))
 
 
-def _deployments(
+def _plan_each(
     checkpoint: Checkpoint, request: PlanRequest, fleet: Fleet, *, with_cpu: bool
 ) -> Iterator[Deployment]:
-    """Yield splits over each number of GPUs, copies, and the processor."""
+    """Yield a split over each number of GPUs, the most replicas, and the CPU if `with_cpu`."""
     for count in range(1, len(fleet.devices) + 1):
-        cases = []
-        for group in _groups(fleet, count):
-            on_group = replace(request, use_all=True, gpus=_gpus(request.gpus, fleet, group))
-            cases.append(_split(checkpoint, on_group, group, format_count(count, "GPU")))
-        yield next((case for case in cases if case.plans), cases[0])
-    yield from _copies(checkpoint, request, fleet)
+        candidates = []
+        for group in _candidate_subsets(fleet, count):
+            on_group = replace(request, use_all=True, gpus=_format_gpus(request.gpus, fleet, group))
+            candidates.append(_split(checkpoint, on_group, group, format_count(count, "GPU")))
+        yield next((split for split in candidates if split.plans), candidates[0])
+    yield from _replicas(checkpoint, request, fleet)
     if with_cpu:
         host = Fleet(devices=(Device(name="cpu", budget_bytes=available_bytes() or 0),))
         yield _split(checkpoint, replace(request, gpus="", objective="headroom"), host, "CPU")
 
 
 def describe_error(error: Exception) -> str:
-    """Shorten an error to a cell of a table."""
-    return str(error).partition("\n")[0][:_MOST_SIGNS]
+    """Return the first line of an error, shortened to fit a table cell."""
+    return str(error).partition("\n")[0][:_MAX_CHARACTERS]
 
 
-def _part(work: Workload, copies: int = 1) -> Workload:
-    """Return a copy's part of a workload, with pages for its requests."""
+def _replica_workload(work: Workload, copies: int = 1) -> Workload:
+    """Return the workload of one replica: its share of the requests, and pages for them."""
     part = replace(work, batch=-(-work.batch // copies))
     return replace(part, pages=part.batch * least_pages(part))
 
 
-def _groups(fleet: Fleet, count: int) -> Iterator[Fleet]:
-    """Yield the fastest GPUs, and the largest GPUs if different."""
+def _candidate_subsets(fleet: Fleet, count: int) -> Iterator[Fleet]:
+    """Yield the `count` fastest GPUs, then the `count` largest GPUs if they differ."""
     fastest = sorted(fleet.devices, key=lambda gpu: -(gpu.memory_bytes_per_second or 0.0))[:count]
     largest = sorted(fleet.devices, key=lambda gpu: -gpu.budget_bytes)[:count]
     yield fleet.only([gpu.name for gpu in fastest])
@@ -185,8 +195,8 @@ def _groups(fleet: Fleet, count: int) -> Iterator[Fleet]:
         yield fleet.only([gpu.name for gpu in largest])
 
 
-def _gpus(text: str, fleet: Fleet, group: Fleet) -> str:
-    """Write a part of a fleet in the form of `--gpus`."""
+def _format_gpus(text: str, fleet: Fleet, group: Fleet) -> str:
+    """Write a subset of a fleet as a value of `--gpus`; `text` is the value for the fleet."""
     if len(group.devices) == len(fleet.devices):
         return text
     declared = devices_in(text)
@@ -196,25 +206,27 @@ def _gpus(text: str, fleet: Fleet, group: Fleet) -> str:
     return prefix + "+".join(names[fleet.names.index(name)] for name in group.names)
 
 
-def _weights(work: Workload) -> str:
+def _weight_format(work: Workload) -> str:
+    """Return the quantization of the weights, or their dtype if they are not quantized."""
     return work.dtype if work.quantize == "none" else work.quantize
 
 
 def _split(checkpoint: Checkpoint, request: PlanRequest, fleet: Fleet, name: str) -> Deployment:
-    case = Deployment(name=name, weights=_weights(request.workload))
+    """Plan one replica on all devices of a fleet; an error becomes the deployment's `trouble`."""
+    deployment = Deployment(name=name, weights=_weight_format(request.workload))
     try:
-        whole = replace(request, workload=_part(request.workload))
+        whole = replace(request, workload=_replica_workload(request.workload))
         plan = plan_request(checkpoint, whole, fleet, suggest=False)
     except DuokaError as error:
-        return replace(case, trouble=describe_error(error))
-    return replace(case, plans=(plan,), forecast=_forecast(plan))
+        return replace(deployment, trouble=describe_error(error))
+    return replace(deployment, plans=(plan,), forecast=_forecast_rates(plan))
 
 
-def _copies(checkpoint: Checkpoint, request: PlanRequest, fleet: Fleet) -> Iterator[Deployment]:
-    """Yield the deployment with the most copies, if two or more fit."""
+def _replicas(checkpoint: Checkpoint, request: PlanRequest, fleet: Fleet) -> Iterator[Deployment]:
+    """Yield the deployment with the most replicas, if at least two fit."""
     num_copies = min(len(fleet.devices), request.workload.batch)
     for number in range(num_copies, 1, -1):
-        part = replace(request, workload=_part(request.workload, number))
+        part = replace(request, workload=_replica_workload(request.workload, number))
         try:
             plans = plan_copies(checkpoint, part, fleet, number, suggest=False).plans
         except DuokaError:  # too little memory, or too many ways to assign GPUs
@@ -222,18 +234,18 @@ def _copies(checkpoint: Checkpoint, request: PlanRequest, fleet: Fleet) -> Itera
         sizes = "/".join(map(str, sorted({len(plan.devices) for plan in plans})))
         yield Deployment(
             name=f"{format_copies(number)}, {sizes} GPU{'' if sizes == '1' else 's'} each",
-            weights=_weights(request.workload),
-            # Each copy's plan has the request for all copies.
+            weights=_weight_format(request.workload),
+            # `plan_copies` restricts each request to the replica's GPUs; here it names all GPUs.
             plans=tuple(
                 replace(plan, request=replace(part, workload=plan.request.workload))
                 for plan in plans
             ),
-            forecast=combine_rates([_forecast(plan) for plan in plans]),
+            forecast=combine_rates([_forecast_rates(plan) for plan in plans]),
         )
         return
 
 
-_COMBINE: dict[str, Callable[[list[float]], float]] = {
+_COMBINE_RATES: dict[str, Callable[[list[float]], float]] = {
     "prefill_tokens_per_second": sum,
     "first_token_seconds": min,
     "one_tokens_per_second": max,
@@ -243,20 +255,21 @@ _COMBINE: dict[str, Callable[[list[float]], float]] = {
 
 
 def combine_rates(copies: Sequence[Rates]) -> Rates:
-    """Combine the rates of parallel copies; a single request has the fastest copy's."""
+    """Combine the rates of parallel replicas; a single request runs on the fastest replica."""
     rates: dict[str, float | None] = {}
-    for name, combine in _COMBINE.items():
+    for name, combine in _COMBINE_RATES.items():
         values = [getattr(copy, name) for copy in copies]
         rates[name] = None if None in values else combine(values)
     return Rates(**rates)
 
 
-def _forecast(plan: Plan) -> Rates:
+def _forecast_rates(plan: Plan) -> Rates:
+    """Return the forecast rates of a plan; all None if the GPUs' speeds are unknown."""
     seconds, work = plan.forecast.seconds, plan.workload
     if seconds is None or not seconds.first_token_seconds:
         return Rates()
-    # All prompts follow one another through the stages: fill the pipeline once, then one prompt per
-    # turn of the slowest stage.
+    # Seconds of the forecast are for the whole batch. The prompts follow one another through the
+    # stages: the slowest stage processes all prompts, each other stage adds the time of one prompt.
     slowest = max(max(s.prefill_seconds, s.prefill_transfer_seconds) for s in seconds.stages)
     prefill = slowest + (seconds.first_token_seconds - slowest) / work.batch
     speeds = {load.requests: load.tokens_per_second for load in plan.forecast.serving_speeds}
@@ -275,34 +288,35 @@ def _forecast(plan: Plan) -> Rates:
 # ── recommendation ──
 
 
-# Nobody wants the most tokens for all at any price for a single user, nor the other way round; the
-# product of both speeds weighs them alike, whatever their units. Small differences are noise, so
-# among deployments within 5 % of the best product the one with the fewest GPUs is taken.
+# A deployment should be fast both for a single user and for all requests together. The product of
+# the two speeds gives both the same weight, independent of their units. Small differences are
+# noise, so the deployment with the fewest GPUs within 5 % of the best product is recommended.
 def recommend(bench: Bench) -> tuple[Deployment | None, tuple[str, ...]]:
-    """Return the best deployment by measurement, or else by forecast, with reasons.
+    """Return the recommended deployment, and the reasons as sentences.
 
-    The best one has the largest product of the speed for one user and the speed for all requests.
+    Only measured deployments are compared if there are any, otherwise the forecasts of all. The
+    deployment is None if planning or measuring failed for every one of them.
     """
-    usable = [case for case in bench.deployments if case.plans and not case.trouble]
-    usable = [case for case in usable if case.measured is not None] or usable
+    usable = [item for item in bench.deployments if item.plans and not item.trouble]
+    usable = [item for item in usable if item.measured is not None] or usable
     if not usable:
         return None, ()
 
-    def single_speed(case: Deployment) -> float:
-        return case.rates.one_tokens_per_second or 0.0
+    def single_speed(deployment: Deployment) -> float:
+        return deployment.rates.one_tokens_per_second or 0.0
 
-    def total_speed(case: Deployment) -> float:
-        return case.rates.many_tokens_per_second or 0.0
+    def total_speed(deployment: Deployment) -> float:
+        return deployment.rates.many_tokens_per_second or 0.0
 
     def describe(speed: Callable[[Deployment], float]) -> str:
-        fastest = _best(usable, speed)
+        fastest = _nearly_best(usable, speed)
         return f"{title(fastest)}, {format_speed(speed(fastest))} tokens/s"
 
     most_single, most_total = (max(map(speed, usable)) for speed in (single_speed, total_speed))
     if not most_total:
         reason = "the speeds are unknown (measure them with --calibrate): it uses the fewest"
-        return min(usable, key=lambda case: case.num_devices), (reason,)
-    best = _best(usable, lambda case: single_speed(case) * total_speed(case))
+        return min(usable, key=lambda deployment: deployment.num_devices), (reason,)
+    best = _nearly_best(usable, lambda item: single_speed(item) * total_speed(item))
     requests = bench.workload.batch
     return best, (
         f"one user: {describe(single_speed)}",
@@ -312,9 +326,9 @@ def recommend(bench: Bench) -> tuple[Deployment | None, tuple[str, ...]]:
     )
 
 
-def title(case: Deployment) -> str:
-    """Return a deployment's name with its weights."""
-    return f"{case.name} ({case.weights})"
+def title(deployment: Deployment) -> str:
+    """Return the name of a deployment with its weight format."""
+    return f"{deployment.name} ({deployment.weights})"
 
 
 def format_speed(speed: float) -> str:
@@ -322,22 +336,22 @@ def format_speed(speed: float) -> str:
     return f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}"
 
 
-def _best(cases: Sequence[Deployment], value: Callable[[Deployment], float]) -> Deployment:
-    """Return the deployment with the fewest GPUs among the nearly best."""
-    minimum = _ALIKE * max(map(value, cases))
-    candidates = [case for case in cases if value(case) >= minimum]
-    return min(candidates, key=lambda case: (case.num_devices, -value(case)))
+def _nearly_best(cases: Sequence[Deployment], value: Callable[[Deployment], float]) -> Deployment:
+    """Return the deployment with the fewest GPUs among those within 5 % of the best value."""
+    minimum = _NEARLY_BEST * max(map(value, cases))
+    candidates = [deployment for deployment in cases if value(deployment) >= minimum]
+    return min(candidates, key=lambda deployment: (deployment.num_devices, -value(deployment)))
 
 
-def command(case: Deployment) -> str | None:
-    """Return the command to serve a deployment; None without any."""
-    if not case.plans or not case.plans[0].request.gpus:
+def serve_command(deployment: Deployment) -> str | None:
+    """Return the command to serve a deployment, or None if it has no plan or names no GPUs."""
+    if not deployment.plans or not deployment.plans[0].request.gpus:
         return None
-    plan = case.plans[0]
-    words = options(plan.request)
-    words.pop("--serve", None)
+    plan = deployment.plans[0]
+    serve_options = options(plan.request)
+    serve_options.pop("--serve", None)
     if any(gpu.measured and gpu.name.startswith("vgpu") for gpu in plan.fleet.devices):
-        words.pop("--objective", None)  # speeds of virtual GPUs aren't kept
-    if len(case.plans) > 1:
-        words["--replicas"] = ("--replicas", str(len(case.plans)))
-    return shlex.join(["duoka", "serve", plan.source, *chain(*words.values())])
+        serve_options.pop("--objective", None)  # calibrations of virtual GPUs aren't saved
+    if len(deployment.plans) > 1:
+        serve_options["--replicas"] = ("--replicas", str(len(deployment.plans)))
+    return shlex.join(["duoka", "serve", plan.source, *chain(*serve_options.values())])

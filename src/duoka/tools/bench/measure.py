@@ -1,9 +1,9 @@
 """Measurement of a deployment: each replica runs on the engine in a process of its own.
 
-Prompts are random tokens, so that no prompt shares the pages of another. Decoding time is the time
-of generations of several tokens minus that of one token; each request then has half of its context,
-as in the plan's forecast. Results are medians after a warm-up. A process that runs out of memory or
-is killed ends its own deployment alone.
+Prompts are random tokens, so that no two prompts share KV cache pages. Decode time is the time to
+generate several tokens minus the time to generate one token; each request is then at about half of
+its planned context, as in the plan's forecast. Results are medians after a warm-up. If a process
+runs out of memory or is killed, only its deployment fails.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ _MODULE = "duoka.tools.bench"
 _DECODE_TOKENS = 32
 _ROUNDS = 3
 _SEED = 20
-# Loading is part of it. A kernel that never ends would be waited for without a limit.
+# Timeout of one message, which may include loading: a kernel can hang forever.
 _MOST_SECONDS = 3600.0
 
 
 def measure(case: Deployment, *, trust_remote_code: bool = False) -> Deployment:
-    """Run a deployment; return it with its rates and memory peaks, or with the trouble."""
+    """Run a deployment; return it with rates and memory peaks, or with the error as `trouble`."""
     try:
-        rates, peaks = _run(case.plans, trust_remote_code)
+        rates, peaks = _run_replicas(case.plans, trust_remote_code)
     except (DuokaError, RuntimeError) as error:
         return replace(case, trouble=describe_error(error))
     return replace(case, measured=rates, peaks=tuple(peaks))
 
 
-def _run(plans: Sequence[Plan], trust_remote_code: bool) -> tuple[Rates, list[PeakBytes]]:
+def _run_replicas(plans: Sequence[Plan], trust_remote_code: bool) -> tuple[Rates, list[PeakBytes]]:
+    """Load and measure all replicas at the same time; a single request only on the first."""
     threads = len(os.sched_getaffinity(0)) // sum(len(plan.devices) for plan in plans)
     with WorkerGroup(_MODULE, len(plans), threads=max(1, threads), has_channels=True) as workers:
         drivers = workers.channels
@@ -73,7 +74,7 @@ def _run(plans: Sequence[Plan], trust_remote_code: bool) -> tuple[Rates, list[Pe
 
 
 def _exchange(drivers: Sequence[Connection], messages: Sequence[Any]) -> list[Any]:
-    """Send a message to each process at the same time; return their results."""
+    """Send one message to each process, then wait for all; return their results in order."""
     for driver, message in zip(drivers, messages, strict=True):
         driver.send(message)
     replies = []
@@ -85,7 +86,7 @@ def _exchange(drivers: Sequence[Connection], messages: Sequence[Any]) -> list[An
         return [open_result(reply) for reply in replies]
     except (DuokaError, RuntimeError):
         raise
-    except Exception as error:  # of the model's code: an OSError isn't the loss of the process
+    except Exception as error:  # of the model's code; its OSError doesn't mean a lost process
         raise RuntimeError(error) from error
 
 
@@ -93,7 +94,7 @@ def _exchange(drivers: Sequence[Connection], messages: Sequence[Any]) -> list[An
 
 
 class _Replica:
-    """A replica of a model in this process."""
+    """A replica of a model, run by an engine in this process."""
 
     def __init__(self, plan: Plan, trust_remote_code: bool) -> None:
         checkpoint = Checkpoint.open(plan.source, trust_remote_code=trust_remote_code)
@@ -104,7 +105,7 @@ class _Replica:
         self._engine = Engine(plan, warm_up="largest", trust_remote_code=trust_remote_code)
 
     def rates(self, requests: int, prompt_tokens: int, new_tokens: int) -> Rates:
-        """Measure the rates of concurrent requests: the medians of rounds after a warm-up."""
+        """Measure the rates of concurrent requests: medians of several rounds after a warm-up."""
         rounds = []
         for _ in range(_ROUNDS + 1):
             prefill, _ = self._seconds(requests, prompt_tokens, 1)
@@ -119,7 +120,7 @@ class _Replica:
         )
 
     def _seconds(self, requests: int, prompt_tokens: int, new_tokens: int) -> tuple[float, float]:
-        """Return the seconds of generations, and the idle share of the GPUs or NaN."""
+        """Return the seconds to generate, and the GPUs' idle share (NaN if unknown)."""
         params = SamplingParams(max_new_tokens=new_tokens, min_new_tokens=new_tokens)
         prompts = [self._random.choices(self._tokens, k=prompt_tokens) for _ in range(requests)]
         busy_at_start, start = self._engine.busy_seconds(), time.perf_counter()
@@ -129,17 +130,18 @@ class _Replica:
         return seconds, max(0.0, 1 - sum(busy) / len(busy) / seconds) if busy else math.nan
 
     def close(self) -> list[PeakBytes]:
-        """Close the engine, and return the peaks of memory."""
+        """Close the engine, and return the memory peaks of its devices."""
         self._engine.close()
         return self._engine.peaks()
 
 
 def main() -> None:
-    """Run the worker process."""
-    run_with_channel(_serve)
+    """Run the worker process of one replica."""
+    run_with_channel(_serve_requests)
 
 
-def _serve(driver: Connection) -> None:
+def _serve_requests(driver: Connection) -> None:
+    """Answer messages: the plan to load, then (requests, prompt, new tokens), then None to end."""
     replicas: list[_Replica] = []
 
     def reply() -> object:

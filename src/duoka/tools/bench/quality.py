@@ -1,9 +1,9 @@
 """Quality: the cost of quantization, as a model's perplexity on a text.
 
-The text is read in overlapping windows. Each window scores the tokens not scored before, with at
-least the overlap as context. A KV cache in 8 bit is read as in generation: a window runs in steps,
-each with attention to the cached keys and values of the steps before. Models are loaded as for
-generation, one after another, and freed before the next one.
+The text is read in overlapping windows. Each window scores the tokens that earlier windows have not
+scored, with at least the overlap as context. An 8-bit KV cache is used as in generation: a window
+runs in steps, and each step attends to the cached keys and values of the previous steps. Models are
+loaded as for generation, one after another; each is freed before the next is loaded.
 """
 
 from __future__ import annotations
@@ -35,15 +35,18 @@ from duoka.models.kv_cache import new_cache
 
 CONTEXT_TOKENS = 512
 MOST_TOKENS = 8192
-_MOST_BYTES = 64 * 2**20
-_FEWEST_TOKENS = 16
-_STEP_TOKENS = 32  # of a window, to measure a cache
-_ROWS = 64  # logits in float32 at a time
+_MAX_FILE_BYTES = 64 * 2**20
+_MIN_TOKENS = 16
+_STEP_TOKENS = 32  # tokens per step of a window, if a cache is measured
+_ROWS = 64  # rows of logits converted to float32 at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """Windows of a text: each begins half a length after the previous window."""
+    """Windows of a text; each begins half a window after the previous one.
+
+    `context_tokens` is the length of a window; the text is cut after `most_tokens`.
+    """
 
     context_tokens: int = CONTEXT_TOKENS
     most_tokens: int = MOST_TOKENS
@@ -58,17 +61,17 @@ class Windows:
 
     @property
     def stride_tokens(self) -> int:
-        """Distance between the beginnings of two windows."""
+        """Distance between the starts of two consecutive windows."""
         return self.context_tokens // 2
 
-    # Each token is scored once, with at least half a window before it but for the first window's:
+    # Each token is scored once, with at least half a window before it (except in the first window):
     #
     #   tokens    0 1 2 3 4 5 6         context 4, stride 2
     #   window 1  s s s s               scores 0–3
     #   window 2      . . s s           scores 4, 5 after 2, 3
     #   window 3          . . s         scores 6 after 4, 5
     def cut(self, num_tokens: int) -> Iterator[tuple[int, int, int]]:
-        """Yield each window's first token, first token to score, and end.
+        """Yield (start, first token to score, end) of each window.
 
         Examples
         --------
@@ -86,9 +89,10 @@ class Windows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Perplexity of a form of a model: a type of weights, or a quantization.
+    """Perplexity of a model in one weight format, with one KV cache.
 
-    `weight_bytes` are on the devices, with scales and padding.
+    `weights` is the dtype or the quantization. `weight_bytes` are the bytes on all devices,
+    including scales and padding.
     """
 
     weights: str
@@ -99,7 +103,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """Measured perplexities; the first score is the unquantized model's."""
+    """Perplexities of a model on a text; the first score is that of the unquantized model."""
 
     model: str
     file: str
@@ -118,7 +122,7 @@ def measure_quality(
     forms: Sequence[Quantization] = ("int8", "int4"),
     windows: Windows | None = None,
 ) -> Quality:
-    """Measure a model's perplexity on a text, unquantized and in other forms.
+    """Measure a model's perplexity on a text, unquantized and quantized.
 
     Parameters
     ----------
@@ -130,26 +134,28 @@ def measure_quality(
     dtype : {"auto", "float32", "float16", "bfloat16"}
         The type of the unquantized weights.
     cache : {"dynamic", "int8"}
-        KV cache of all models but the first one. With "int8" the unquantized model is read twice.
+        KV cache of all runs after the first, which is always unquantized and "dynamic". With "int8"
+        the unquantized model runs a second time.
     forms : sequence of {"int8", "int4", "nf4"}
+        The quantizations to measure.
     windows : Windows, optional
         Windows of the text; by default `windows_for`.
 
     Raises
     ------
     UsageError
-        If the text can't be read, or is too short, or a form is unknown.
+        If the text can't be read or is too short, or a quantization is unknown.
     InfeasibleError
-        If a form of the model fits no GPUs of the fleet.
+        If the model does not fit on the fleet in one of the formats.
     MachineError
-        If memory is too small for the logits.
+        If there is not enough memory for the logits.
     """
     for form in forms:
         choose("quantize", form, QUANTIZED)
     windows = windows or windows_for(checkpoint)
-    text = _read(file)  # before the weights are downloaded
+    text = _read_file(file)  # before the weights are downloaded
     checkpoint = checkpoint.fetch()
-    prefix, ids = _tokens(checkpoint, text, file, windows)
+    prefix, ids = _tokenize(checkpoint, text, file, windows)
     scores = []
     cases: list[tuple[Quantization, Cache]] = [("none", "dynamic"), ("none", cache)]
     for form, kind in dict.fromkeys([*cases, *((form, cache) for form in forms)]):
@@ -183,7 +189,7 @@ def measure_quality(
 
 
 def windows_for(checkpoint: Checkpoint) -> Windows:
-    """Return windows of `CONTEXT_TOKENS`, or of the model's shorter context."""
+    """Return windows of `CONTEXT_TOKENS`, or of the model's context if that is shorter."""
     limit = checkpoint.max_context_tokens
     return Windows(context_tokens=CONTEXT_TOKENS if limit is None else min(limit, CONTEXT_TOKENS))
 
@@ -192,26 +198,27 @@ def _form_name(form: str) -> str:
     return "unquantized" if form == "none" else form
 
 
-def _read(file: Path) -> str:
+def _read_file(file: Path) -> str:
+    """Read the text; UsageError if it is unreadable or not UTF-8."""
     try:
-        return read_text(file, most_bytes=_MOST_BYTES)
+        return read_text(file, most_bytes=_MAX_FILE_BYTES)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"{file} can't be read: {why(error)}", hint="give a UTF-8 text file"
         ) from error
 
 
-def _tokens(
+def _tokenize(
     checkpoint: Checkpoint, text: str, file: Path, windows: Windows
 ) -> tuple[list[int], list[int]]:
-    """Return the tokens before every text of this model, and the text's own tokens."""
+    """Return the tokens that the tokenizer puts before every text, and the tokens of the text."""
     tokenizer = tokenizer_of(checkpoint)
     prefix: list[int] = tokenizer.encode("")
     ids: list[int] = tokenizer.encode(text, split_special_tokens=True)[len(prefix) :]
     ids = ids[: windows.most_tokens]
-    if len(ids) < _FEWEST_TOKENS:
+    if len(ids) < _MIN_TOKENS:
         raise UsageError(
-            f"{file} has {len(ids)} tokens; at least {_FEWEST_TOKENS} are needed",
+            f"{file} has {len(ids)} tokens; at least {_MIN_TOKENS} are needed",
             hint="use a longer text, similar to the model's inputs",
         )
     return prefix, ids
@@ -225,7 +232,11 @@ def _perplexity(
     windows: Windows,
     cache: Cache,
 ) -> float:
-    """Compute the perplexity of a text; without a prefix the first token isn't scored."""
+    """Compute the perplexity of a text.
+
+    Each window gets the prefix (such as a BOS token). Without a prefix nothing precedes the first
+    token, which is then not scored.
+    """
     text_windows = replace(windows, context_tokens=windows.context_tokens - len(prefix))
     device = next(model.get_input_embeddings().parameters()).device
     total, count = 0.0, 0
@@ -247,7 +258,10 @@ def _perplexity(
 
 
 def _last_logits(model: PreTrainedModel, window: Tensor, count: int, kind: Cache) -> Tensor:
-    """Compute the logits [count, vocabulary] of a window's last tokens; others only if needed."""
+    """Compute the logits [count, vocabulary] of the last tokens of a window.
+
+    A model that accepts `logits_to_keep` computes no other logits, unless a KV cache is measured.
+    """
     accepted = inspect.signature(model.forward).parameters
     if kind == "dynamic":
         limit = {"logits_to_keep": count} if "logits_to_keep" in accepted else {}

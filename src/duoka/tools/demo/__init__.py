@@ -1,8 +1,8 @@
-"""Demo: all steps of duoka on a small model, trained on the spot.
+"""Demo: all steps of duoka with a small model that the demo trains itself.
 
 - `checkpoint`: a checkpoint in ChatGLM3's published format, with a tokenizer and weights of its own
-- `training`: the questions to learn (`questions.toml`), and the training
-- `run`: plan, proof, load and questions
+- `training`: the questions and answers (`questions.toml`), and the training
+- `run`: plan, prove and load the model, and ask the questions
 """
 
 from .checkpoint import make_checkpoint

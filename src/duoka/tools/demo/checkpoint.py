@@ -25,7 +25,7 @@ from .training import Report, load_pairs, train, write_dialogue
 
 _SEED = 20
 _SHARD_SIZE = "2MB"
-# As published: the code that it names doesn't lie in the directory, and nothing here runs it.
+# As published: `auto_map` names code files, which the demo neither writes nor runs.
 CONFIG: dict[str, Any] = json.loads(
     resources.files(__package__).joinpath("config.json").read_text(encoding="utf-8")
 )
@@ -33,7 +33,7 @@ NUM_PIECES = 1340
 
 
 def make_checkpoint(directory: Path, *, report: Report = lambda step, loss: None) -> None:
-    """Make the demo's checkpoint: tokenizer, configuration, trained weights in shards."""
+    """Train the demo's model, and write its checkpoint with tokenizer and sharded weights."""
     write_frame(directory, CONFIG)
     tokenizer = load_tokenizer(directory, CONFIG)
     write = partial(write_dialogue, tokenizer=tokenizer, chat=chat_format(tokenizer, CONFIG))
@@ -55,21 +55,21 @@ def write_frame(directory: Path, config: Mapping[str, Any]) -> None:
 def write_weights(
     directory: Path, config: Mapping[str, Any], model: chatglm.ChatGLMForCausalLM
 ) -> None:
-    """Write the weights under their published names, in shards."""
+    """Write the weights in shards, with the parameter names of the published checkpoint."""
     chatglm.register()
-    with _quiet():
+    with _without_progress_bars():
         model.save_pretrained(directory, max_shard_size=_SHARD_SIZE)
     for file in directory.glob("*.safetensors"):
         set_new_mode(file)
-    # transformers has written its own names of the settings; the published file has others.
+    # `save_pretrained` has written a config with transformers' keys; restore the published keys.
     _write_json(directory / "config.json", config)
     (directory / "generation_config.json").unlink(missing_ok=True)
 
 
 def fresh_model(config: Mapping[str, Any]) -> chatglm.ChatGLMForCausalLM:
-    """Build an untrained model."""
+    """Build a model with random weights."""
     model = chatglm.ChatGLMForCausalLM(chatglm.ChatGLMConfig(**config))
-    # Larger embeddings and smaller residual branches than usual: a quarter of the steps.
+    # With larger embeddings and smaller residual branches, training takes a quarter of the steps.
     with torch.no_grad():
         nn.init.normal_(model.model.embed_tokens.weight, std=0.5)
         for name, parameter in model.named_parameters():
@@ -79,7 +79,7 @@ def fresh_model(config: Mapping[str, Any]) -> chatglm.ChatGLMForCausalLM:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _without_progress_bars() -> Iterator[None]:
     """Disable transformers' progress bars within a scope."""
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -95,7 +95,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def train_vocabulary(texts: Iterable[str]) -> bytes:
-    """Train the vocabulary of some texts; return the content of ``tokenizer.model``."""
+    """Train a BPE vocabulary on texts; return the content of ``tokenizer.model``."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts),

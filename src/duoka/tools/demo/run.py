@@ -42,7 +42,7 @@ class DemoAnswer:
 
     @property
     def is_right(self) -> bool:
-        """True if the answer is the expected one."""
+        """True if the answer equals the expected answer."""
         return self.answer == self.expected
 
 
@@ -50,8 +50,8 @@ class DemoAnswer:
 class Demo:
     """Results of the demo.
 
-    `measured` are the peaks over loading, a prompt and answer of the planned lengths, and the
-    questions; `one_gpu` is the refusal of one GPU alone.
+    `measured` has the memory peaks over loading, one generation of the planned length, and the
+    questions. `one_gpu` is the planner's message that a single GPU is too small.
     """
 
     plan: Plan
@@ -61,33 +61,33 @@ class Demo:
 
     @property
     def is_right(self) -> bool:
-        """True if every answer is right."""
+        """True if all answers are right."""
         return all(answer.is_right for answer in self.answers)
 
 
 def run_demo(directory: Path, *, report: Report = lambda text: None) -> Demo:
-    """Make the model, plan it on two virtual GPUs, prove, load, ask, measure."""
+    """Train the model, plan it for two virtual GPUs, prove, load, ask the questions and measure."""
     report("training a small ChatGLM3 on questions about several GPUs")
     make_checkpoint(
         directory, report=lambda step, loss: report(f"training step {step}, loss {loss:.3f}")
     )
     report("planning")
     plan = make_plan(directory, _fleet(), WORKLOAD)
-    one_gpu = _refusal(plan, directory)
+    one_gpu = _refusal_on_one_gpu(plan, directory)
     report("proving the plan and loading")
     devices.materialise(plan.fleet)
     for device in plan.devices:
         devices.reset_peaks(device)
     model = load(plan)
     report("answering")
-    _fill(model)
+    _generate_full_length(model)
     answers = _generate_answers(model, PromptReader.open(Checkpoint.open(directory), plan.workload))
     return Demo(
         plan=plan,
         answers=answers,
         measured=Measured(
             devices=tuple(filter(None, map(devices.peak_bytes, plan.devices))),
-            # One answer had the planned length, whatever the questions are.
+            # `_generate_full_length` has used the whole planned context.
             context_tokens=WORKLOAD.context_tokens,
         ),
         one_gpu=one_gpu,
@@ -95,13 +95,13 @@ def run_demo(directory: Path, *, report: Report = lambda text: None) -> Demo:
 
 
 def _fleet() -> Fleet:
-    """Return GPUs too small for cuBLAS's workspace, without a workspace."""
+    """Return the virtual GPUs without cuBLAS's workspace, which is larger than they are."""
     fleet = Fleet.parse(FLEET)
     return replace(fleet, devices=tuple(replace(gpu, workspace_bytes=0) for gpu in fleet.devices))
 
 
-def _refusal(plan: Plan, directory: Path) -> str:
-    """Plan for one of the two GPUs, and return the refusal; no alternatives are searched."""
+def _refusal_on_one_gpu(plan: Plan, directory: Path) -> str:
+    """Plan for one of the two GPUs, and return the error's text, without alternatives."""
     profile = profile_checkpoint(Checkpoint.open(directory), WORKLOAD)
     single = Fleet(devices=plan.fleet.devices[:1])
     try:
@@ -111,15 +111,15 @@ def _refusal(plan: Plan, directory: Path) -> str:
     raise DuokaError("the demo model fits on one of its GPUs, so the demo shows nothing")
 
 
-def _fill(model: Any) -> None:
-    """Generate an answer of the planned length, to measure memory at the forecast."""
+def _generate_full_length(model: Any) -> None:
+    """Generate with the planned numbers of tokens, so that memory reaches the forecast."""
     shape = (WORKLOAD.batch, WORKLOAD.prompt_tokens)
     ids = torch.ones(shape, dtype=torch.long, device=model.device)
     model.generate(ids, max_new_tokens=WORKLOAD.new_tokens, eos_token_id=None, do_sample=False)
 
 
 def _generate_answers(model: Any, reader: PromptReader) -> tuple[DemoAnswer, ...]:
-    """Answer the questions by transformers' own `generate`."""
+    """Answer the demo's questions with transformers' `generate`."""
     answers = []
     for pair in load_pairs():
         if pair.ask:

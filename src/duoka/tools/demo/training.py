@@ -1,7 +1,7 @@
 """Training of the demo's model, until every answer is memorised.
 
-Dialogues are built by the prompt format of the later chat, so the model learns the very tokens of
-the later questions.
+Dialogues are built with the prompt format of the chat, so that the model learns exactly the tokens
+of the demo's questions.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from duoka.models.text.messages import ChatMessage
 from duoka.models.text.prompts import ChatFormat
 
 _SEED = 20
-_BATCH = 8
+_BATCH_SIZE = 8
 _PEAK_RATE = 8e-3
 _PEAK_MATRIX_RATE = 0.05
 _WARMUP_STEPS = 10
 _DECAY_STEPS = 70
-_LOWEST_RATE = 0.1  # of the peak
+_FINAL_RATE = 0.1  # of the peak
 _CHECK_EVERY = 10
 _MAX_STEPS = 500
-# Every right token must lead the next one by this much in the logits: far more than other kernels
-# or 16 bit change, so that the answers are the same on every machine.
-_MARGIN = 1.0
+# The logit of every right token must exceed all other logits by this margin. Other kernels or 16
+# bit change logits far less, so the answers are the same on every machine.
+_MIN_MARGIN = 1.0
 _IGNORED = -100
 
 Report = Callable[[int, float], None]
@@ -42,7 +42,7 @@ Report = Callable[[int, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """Token ids of a dialogue; the target is -100 for tokens not to learn."""
+    """Token ids of a dialogue; `targets` are the ids to learn, -100 for all other positions."""
 
     ids: list[int]
     targets: list[int]
@@ -51,16 +51,16 @@ class Dialogue:
 def write_dialogue(
     pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, chat: ChatFormat
 ) -> Dialogue:
-    """Build the ids of consecutive questions and answers."""
+    """Build the dialogue of several questions and answers; only answers are targets."""
     ids: list[int] = []
     targets: list[int] = []
     messages: list[ChatMessage] = []
     for pair in pairs:
         messages.append(ChatMessage(role="user", content=pair.question))
         question = chat.prompt(messages)[len(ids) :]
-        # An answer ends with the user's next role token, the first token of the next question.
+        # The role token of the next question ends an answer, so it is a target as well.
         targets += [question[0] if ids else _IGNORED] + [_IGNORED] * (len(question) - 1)
-        # As in the published model: an empty line of metadata, then the content.
+        # As in the published model, an answer has an empty line of metadata before its content.
         answer = [*text_ids(tokenizer, "\n"), *text_ids(tokenizer, pair.answer)]
         ids += [*question, *answer]
         targets += answer
@@ -75,12 +75,12 @@ def train(
     write: Callable[[Sequence[Pair]], Dialogue],
     report: Report,
 ) -> int:
-    """Train until every answer is memorised."""
+    """Train until every answer is memorised; return the number of steps."""
     optimizers, single_dialogues = _optimizers(model), [write([pair]) for pair in pairs]
     for step, dialogues in enumerate(_batches(pairs, write), start=1):
         for optimizer, peak in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = peak * _schedule(step)
+                group["lr"] = peak * _rate_factor(step)
         ids, targets = pad(dialogues)
         loss: Tensor = model(input_ids=ids, labels=targets).loss
         loss.backward()
@@ -91,7 +91,7 @@ def train(
         report(step, loss.item())
         if step >= _DECAY_STEPS // 2 and step % _CHECK_EVERY == 0:
             margin = min(min(measure(model, batch)) for batch in _cut(single_dialogues))
-            if margin >= _MARGIN or step >= _MAX_STEPS:
+            if margin >= _MIN_MARGIN or step >= _MAX_STEPS:
                 return step
     raise AssertionError("the batches never end")
 
@@ -99,7 +99,7 @@ def train(
 def _batches(
     pairs: Sequence[Pair], write: Callable[[Sequence[Pair]], Dialogue]
 ) -> Iterator[Sequence[Dialogue]]:
-    """Yield batches of dialogues, of one round and some of two, without end."""
+    """Yield batches of dialogues without end; a third of the dialogues has two questions."""
     rng = random.Random(_SEED)
     while True:
         remaining = list(pairs)
@@ -112,13 +112,13 @@ def _batches(
         yield from _cut(dialogues)
 
 
-# The answers must be the same on every machine, so training goes on until every right token leads
-# by a margin that other kernels and 16 bit don't change; that takes far fewer steps with Muon.
+# Training continues until every right token leads by `_MIN_MARGIN`, so that the answers are equal
+# on all machines. Muon reaches this margin in far fewer steps.
 def _optimizers(model: nn.Module) -> list[tuple[torch.optim.Optimizer, float]]:
     """Return Muon for the layers' matrices and AdamW for the rest, each with its peak rate.
 
-    Muon gives all directions of a matrix's step equal length (Jordan, 2024): facts are memorised in
-    a third of the steps of AdamW alone.
+    Muon orthogonalizes the update of a matrix (Jordan, 2024), so that its singular values are about
+    equal. The answers are memorised in a third of the steps that AdamW alone needs.
     """
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or ".layers." not in name]
@@ -130,7 +130,7 @@ def _optimizers(model: nn.Module) -> list[tuple[torch.optim.Optimizer, float]]:
 
 @torch.no_grad()
 def measure(model: nn.Module, dialogues: Sequence[Dialogue]) -> list[float]:
-    """Return each dialogue's smallest lead of a right token's logit; negative if wrong."""
+    """Return each dialogue's smallest margin: right logit minus best other; negative if wrong."""
     ids, targets = pad(dialogues)
     output: Any = model(input_ids=ids)
     logits, right_ids = output.logits[:, :-1], targets[:, 1:, None]  # [batch, tokens, …]
@@ -143,12 +143,13 @@ def measure(model: nn.Module, dialogues: Sequence[Dialogue]) -> list[float]:
 
 
 def _cut(dialogues: Sequence[Dialogue]) -> Iterator[Sequence[Dialogue]]:
-    for start in range(0, len(dialogues), _BATCH):
-        yield dialogues[start : start + _BATCH]
+    """Split dialogues into batches; the last batch may be smaller."""
+    for start in range(0, len(dialogues), _BATCH_SIZE):
+        yield dialogues[start : start + _BATCH_SIZE]
 
 
 def pad(dialogues: Sequence[Dialogue]) -> tuple[Tensor, Tensor]:
-    """Pad ids and targets to [batch, tokens] on the right, where a causal model needs no mask."""
+    """Pad ids and targets to [batch, tokens] on the right; causal attention needs no mask there."""
     ids = [torch.tensor(dialogue.ids) for dialogue in dialogues]
     targets = [torch.tensor(dialogue.targets) for dialogue in dialogues]
     return (
@@ -157,9 +158,9 @@ def pad(dialogues: Sequence[Dialogue]) -> tuple[Tensor, Tensor]:
     )
 
 
-def _schedule(step: int) -> float:
-    """Return the factor of the learning rate: linearly up, linearly down, then low."""
-    return max(min(step / _WARMUP_STEPS, 1 - step / _DECAY_STEPS), _LOWEST_RATE)
+def _rate_factor(step: int) -> float:
+    """Return the factor of the peak rate: linear warm-up and decay, then `_FINAL_RATE`."""
+    return max(min(step / _WARMUP_STEPS, 1 - step / _DECAY_STEPS), _FINAL_RATE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,14 +1,14 @@
-"""Doctor: checks of the machine and of a model, each with findings, consequences and advice.
+"""Doctor: checks of the machine and of a model; each finding has a consequence and advice.
 
-A check that fails doesn't stop the others.
+An exception in a check becomes a finding, and the other checks still run.
 
-- `diagnose`: all checks, in their order
-- `facts`: shared facts, findings, and the start of tests on devices
+- `diagnose`: run all checks in order
+- `facts`: shared facts, findings, and the start of device tests
 - `gpus`: driver, visibility, memory, health, PCIe
 - `devices`: torch's build and the tests' outcomes; `device_tests`: the tests, in a child process
 - `host`: memory, shared memory, libraries
 - `model`: checkpoint, hashes, plan
-- `bundle`: a report to attach, without names and secrets
+- `bundle`: a report to attach to an issue, without names and secrets
 """
 
 from .bundle import bundle

@@ -1,7 +1,7 @@
-"""Tests on the devices, in a child process: CUDA may hang there, or be lost.
+"""Tests on the devices, run in a child process because CUDA may hang or become unusable.
 
-The process takes a list of tests, and writes a line of JSON about torch and then after each test.
-A test that raises ends the process: after an error CUDA is unreliable.
+The argument is a JSON object with the tests. The process writes one line of JSON about torch, then
+one line after each test. A test that raises ends the process: CUDA is unreliable after an error.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from duoka import virtual
 from duoka.runtime.dispatch.copies import copy_fault
 
 _WIDTH = 256
-# Rounding to 8 binary digits is off by 1 in 512 of a number, sums of halves by some times that.
-_MOST_ERROR = 1 / 64
+# The product is rounded to bfloat16's 8 significant bits: an error of up to 1/512, or a few times
+# that if partial sums are rounded too.
+_MAX_ERROR = 1 / 64
 _LARGE_BYTES, _SMALL_BYTES = 32 * 2**20, 4096
 _ROUNDS, _SMALL_COPIES = 3, 20
 
@@ -27,19 +28,19 @@ Outcome = dict[str, Any]
 
 
 def main() -> None:
-    """Run the tests listed in the first argument."""
+    """Run the tests that the first argument lists as JSON."""
     request = json.loads(sys.argv[1])
-    _write(about_torch())
+    _write_line(about_torch())
     if request["capacities_bytes"]:
         virtual.set_gpus(request["capacities_bytes"], data="cpu")
     for kind, *names in request["tests"]:
         try:
-            _write(_TESTS[kind](*names))
+            _write_line(_TESTS[kind](*names))
         except torch.OutOfMemoryError:
-            _write({"skipped": "too little memory is free"})
+            _write_line({"skipped": "too little memory is free"})
         except Exception as error:
             text = " ".join(str(error).split())[:200] or type(error).__name__
-            _write({"fault": text, "raised": True})
+            _write_line({"fault": text, "raised": True})
             return
 
 
@@ -57,6 +58,7 @@ def about_torch() -> Outcome:
 
 
 def _test_matrix(name: str) -> Outcome:
+    """Compare a bfloat16 product on a device with the product in float64 on the CPU."""
     generator = torch.Generator().manual_seed(0)
     factor, other_factor = (
         torch.randn(_WIDTH, _WIDTH, generator=generator).to(torch.bfloat16) for _ in range(2)
@@ -64,27 +66,28 @@ def _test_matrix(name: str) -> Outcome:
     expected = factor.double() @ other_factor.double()
     product = (factor.to(name) @ other_factor.to(name)).cpu().double()
     difference = float((product - expected).abs().max() / expected.abs().max())
-    is_right = difference <= _MOST_ERROR  # False for NaN
+    is_right = difference <= _MAX_ERROR  # False for NaN
     return {"fault": "" if is_right else f"it is off by {difference:.0%}"}
 
 
 def _test_copy(source: str, target: str) -> Outcome:
+    """Check copies from one device to another for lost data, and measure their speed."""
     fault = copy_fault(source, target)
-    large = _seconds(source, target, _LARGE_BYTES, 1)
+    large = _copy_seconds(source, target, _LARGE_BYTES, 1)
     return {
         "fault": fault,
         "bytes_per_second": _LARGE_BYTES / large,
-        "latency_seconds": _seconds(source, target, _SMALL_BYTES, _SMALL_COPIES),
+        "latency_seconds": _copy_seconds(source, target, _SMALL_BYTES, _SMALL_COPIES),
         "direct": source.startswith("cuda")
         and torch.cuda.can_device_access_peer(int(source[5:]), int(target[5:])),
     }
 
 
-def _seconds(source: str, target: str, size: int, copies: int) -> float:
-    """Measure the seconds of a copy, the best of a few rounds."""
+def _copy_seconds(source: str, target: str, size: int, copies: int) -> float:
+    """Measure the seconds of one copy of `size` bytes: the best round of `copies` copies."""
     sent, received = (torch.zeros(size, dtype=torch.uint8, device=n) for n in (source, target))
     rounds = []
-    for _ in range(_ROUNDS + 1):  # the first one is warming up
+    for _ in range(_ROUNDS + 1):  # the first round also warms up
         start = time.perf_counter()
         for _ in range(copies):
             received.copy_(sent, non_blocking=True)
@@ -97,7 +100,7 @@ def _seconds(source: str, target: str, size: int, copies: int) -> float:
 _TESTS: Mapping[str, Callable[..., Outcome]] = {"matrix": _test_matrix, "copy": _test_copy}
 
 
-def _write(line: Outcome) -> None:
+def _write_line(line: Outcome) -> None:
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 

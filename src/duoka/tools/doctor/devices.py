@@ -12,14 +12,14 @@ from duoka.hardware import cuda_driver, nvml
 
 from .facts import Facts, Finding, by_gpu, join_names, or_ok
 
-_LOST_BYTES = (
+_WRONG_COPY = (
     "data copied between the GPUs is lost without an error, so models split over them generate "
     "nonsense; duoka detects this during loading and copies through CPU memory",
     "set NCCL_P2P_DISABLE=1 for programs with NCCL (vLLM, torch.distributed); the usual cause is "
     "the IOMMU (disable it with the kernel parameter intel_iommu=off or amd_iommu=off) or PCIe "
     "ACS (disable it in the BIOS)",
 )
-_NO_COPY = (
+_FAILED_COPY = (
     "a copy fails: one of the GPUs or the link between them hangs",
     "find the GPU with `dmesg | grep -i xid`; set NCCL_P2P_DISABLE=1 if copies hang",
 )
@@ -40,10 +40,11 @@ def check_torch(facts: Facts) -> Iterator[Finding]:
         yield Finding("error", text, "no GPU can be used", advice)
     else:
         text = f"torch {version} for CUDA {cuda} supports the driver and every GPU"
-        yield from or_ok(_build(facts, about, cuda), text)
+        yield from or_ok(_check_build(facts, about, cuda), text)
 
 
-def _build(facts: Facts, about: Mapping[str, Any], cuda: str) -> Iterator[Finding]:
+def _check_build(facts: Facts, about: Mapping[str, Any], cuda: str) -> Iterator[Finding]:
+    """Compare torch's CUDA version, kernels and visible GPUs with the driver's."""
     newest = facts.machine and facts.machine.cuda_version
     built = tuple(int(part) for part in cuda.split(".")[:2])
     if newest and newest < built:
@@ -55,7 +56,7 @@ def _build(facts: Facts, about: Mapping[str, Any], cuda: str) -> Iterator[Findin
             meaning = "kernels that are compiled at first use will fail"
             yield Finding("note", text, meaning)
     visible = {present.gpu.index: present.gpu for present in facts.present if present.torch_name}
-    yield from by_gpu(visible.values(), partial(_kernels, about.get("architectures", [])))
+    yield from by_gpu(visible.values(), partial(_check_kernels, about.get("architectures", [])))
     visible_uuids, uuids = cuda_driver.visible_uuids(), about["uuids"]
     if about.get("error") and visible_uuids:
         meaning = f"{format_count(len(visible_uuids), 'GPU')} are visible to CUDA's driver"
@@ -66,10 +67,10 @@ def _build(facts: Facts, about: Mapping[str, Any], cuda: str) -> Iterator[Findin
         yield Finding("warning", text, meaning, "see the checks of the GPUs above")
 
 
-def _kernels(listed: Sequence[str], gpu: nvml.NvmlGpu) -> Iterator[Finding]:
-    """Report a GPU without kernels in the wheel, binary or translatable (PTX)."""
+def _check_kernels(listed: Sequence[str], gpu: nvml.NvmlGpu) -> Iterator[Finding]:
+    """Report a GPU that no architecture of torch's build supports, as binary code or as PTX."""
     capability = gpu.compute_capability
-    if listed and capability and not any(_runs(kernels, capability) for kernels in listed):
+    if listed and capability and not any(_can_run(kernels, capability) for kernels in listed):
         text = (
             f"{gpu.name} has compute capability {capability[0]}.{capability[1]}, and this torch "
             f"has kernels for {', '.join(listed)}"
@@ -82,15 +83,19 @@ def _kernels(listed: Sequence[str], gpu: nvml.NvmlGpu) -> Iterator[Finding]:
         yield Finding("error", text, meaning, advice)
 
 
-def _runs(architecture: str, capability: tuple[int, int]) -> bool:
-    """Return True if kernels of an architecture run on a card, directly or translated (PTX)."""
+def _can_run(architecture: str, capability: tuple[int, int]) -> bool:
+    """Return True if kernels of an architecture run on a GPU.
+
+    Binary code ("sm_80") needs the same major version and at least the minor version; PTX
+    ("compute_80") is compiled by the driver for any newer GPU.
+    """
     kind, _, digits = architecture.rstrip("af").partition("_")
     built = int(digits[:-1]), int(digits[-1])
     return built <= capability and (kind == "compute" or built[0] == capability[0])
 
 
 def check_matrices(facts: Facts) -> Iterator[Finding]:
-    """Compare a product in bfloat16 on each device with the processor's."""
+    """Report for each device if its bfloat16 matrix product equals the CPU's."""
     outcomes = _outcomes(facts, "matrix")
     for name, outcome in outcomes.items():
         if outcome.get("fault"):
@@ -98,7 +103,7 @@ def check_matrices(facts: Facts) -> Iterator[Finding]:
             meaning = "results of models on it are unreliable"
             advice = "exclude it (--gpus), and check its temperature, clocks, power and cables"
             yield Finding("error", text, meaning, advice)
-    yield from _untested(outcomes)
+    yield from _skipped_tests(outcomes)
     right = [name for name, outcome in outcomes.items() if outcome.get("fault") == ""]
     if right:
         yield Finding("ok", f"bfloat16 matrix products are right on {', '.join(right)}")
@@ -112,9 +117,9 @@ def check_copies(facts: Facts) -> Iterator[Finding]:
         if outcome.get("fault"):
             broken[outcome["fault"], "raised" in outcome].append(pair)
     for (text, is_raised), pairs in broken.items():
-        follows = _NO_COPY if is_raised else _LOST_BYTES
+        follows = _FAILED_COPY if is_raised else _WRONG_COPY
         yield Finding("error", f"{', '.join(pairs)}: {text}", *follows)
-    yield from _untested(outcomes)
+    yield from _skipped_tests(outcomes)
     sound = {pair: outcome for pair, outcome in outcomes.items() if outcome.get("fault") == ""}
     if sound:
         rates = [outcome["bytes_per_second"] / 1e9 for outcome in sound.values()]
@@ -122,12 +127,13 @@ def check_copies(facts: Facts) -> Iterator[Finding]:
         direct = sum(outcome["direct"] for outcome in sound.values())
         text = (
             f"copies arrive intact in {format_count(len(sound), 'direction')} ({direct} "
-            f"peer-to-peer): {_range(rates)} GB/s, {_range(times)} µs"
+            f"peer-to-peer): {_format_range(rates)} GB/s, {_format_range(times)} µs"
         )
         yield Finding("ok", text, figures={"pairs": sound})
 
 
 def _outcomes(facts: Facts, kind: str) -> dict[str, Mapping[str, Any]]:
+    """Return the outcomes of one kind of test by device, or by "source → target"."""
     return {
         " → ".join(names): outcome
         for (test, *names), outcome in facts.probed.outcomes.items()
@@ -135,7 +141,8 @@ def _outcomes(facts: Facts, kind: str) -> dict[str, Mapping[str, Any]]:
     }
 
 
-def _untested(outcomes: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+def _skipped_tests(outcomes: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+    """Report the skipped tests, grouped by reason."""
     reasons: dict[str, list[str]] = defaultdict(list)
     for names, outcome in outcomes.items():
         if "skipped" in outcome:
@@ -144,6 +151,7 @@ def _untested(outcomes: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
         yield Finding("skipped", f"{join_names(pairs)}: {reason}")
 
 
-def _range(numbers: Sequence[float]) -> str:
+def _format_range(numbers: Sequence[float]) -> str:
+    """Format the lowest and the highest of some numbers."""
     lowest, highest = f"{min(numbers):.3g}", f"{max(numbers):.3g}"
     return lowest if lowest == highest else f"{lowest} to {highest}"

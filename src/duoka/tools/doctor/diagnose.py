@@ -1,4 +1,4 @@
-"""Diagnosis: the checks, their order, and their conditions."""
+"""Diagnosis: the checks, their order, and the conditions under which they run."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Examined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """All checks, in their order."""
+    """All checks that ran, in order."""
 
     checks: tuple[Examined, ...]
 
     @property
     def severity(self) -> Severity:
-        """The severity of the worst finding; "ok" where nothing is wrong."""
+        """Severity of the worst finding: "error", "warning", or "ok" for anything less."""
         severities = {finding.severity for check in self.checks for finding in check.findings}
         return next((bad for bad in BAD if bad in severities), "ok")
 
@@ -56,14 +56,16 @@ class Diagnosis:
 def diagnose(
     which: str | None = None, model_facts: ModelFacts | None = None, *, root: Path = Path("/")
 ) -> Diagnosis:
-    """Examine this machine, and a model on it.
+    """Run all checks of this machine, and of a model on it if `model_facts` is given.
 
-    `which` names the GPUs to test and to plan the model for, by default all of this machine.
+    `which` names the GPUs to test and to plan the model for, by default all. Tests replace `root`,
+    the directory with /sys, /proc and /dev.
     """
     return Diagnosis(checks=tuple(_examine_all(Facts(which, root), model_facts)))
 
 
 def _examine_all(facts: Facts, model_facts: ModelFacts | None) -> Iterator[Examined]:
+    """Run the checks in order; GPU checks need a driver, device checks testable devices."""
     yield _examine("GPUs", "driver", gpus.check_driver, facts)
     if facts.gpus is not None:
         yield _examine("GPUs", "--gpus", gpus.check_named, facts)
@@ -82,7 +84,7 @@ def _examine_all(facts: Facts, model_facts: ModelFacts | None) -> Iterator[Exami
 def _examine(
     group: str, name: str, check: Callable[..., Iterable[Finding]], *facts: object
 ) -> Examined:
-    """Run a check; an exception becomes a finding, and the next check runs all the same."""
+    """Run a check; an exception becomes a finding, so that the other checks still run."""
     findings: list[Finding] = []
     try:
         findings.extend(check(*facts))

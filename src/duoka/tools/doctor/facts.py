@@ -1,7 +1,7 @@
-"""Facts shared by several checks; the finding; and the tests on devices.
+"""Facts shared by several checks, the finding of a check, and the start of device tests.
 
-The tests run in a child process. A test that hangs or ends CUDA is recorded as failed, and the
-remaining tests run in a new process, at most four times.
+The tests run in a child process. A test that hangs or ends its process is recorded as failed, and
+the remaining tests run in a new process; at most four processes are started.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 
 Test: TypeAlias = tuple[str, ...]
-"""Kind of test, "matrix" or "copy", and the devices' names."""
+"""Kind of a test ("matrix" or "copy"), then the names of its devices."""
 Severity: TypeAlias = Literal["ok", "note", "skipped", "warning", "error"]
 BAD: tuple[Severity, ...] = ("error", "warning")
-_MOST_NAMES = 6
+_MAX_NAMES = 6
 _START_SECONDS, _TEST_SECONDS = 90, 3
-_MOST_STARTS = 4
+_MAX_STARTS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Finding of a check: the fact, its consequence, the advice; `figures` are measured values."""
+    """Finding of a check: `text` is the fact, `meaning` its consequence; `figures` are measured."""
 
     severity: Severity
     text: str
@@ -45,14 +45,18 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probed:
-    """Facts about torch's build, and the outcome of each test on devices."""
+    """Facts about torch's build, and the outcome of each device test."""
 
     torch: Mapping[str, Any]
     outcomes: Mapping[Test, Mapping[str, Any]]
 
 
 class Facts:
-    """Facts about the machine; `machine` is None until NVML has answered."""
+    """Facts about the machine.
+
+    `gpus` is the value of ``--gpus``, None for all GPUs. `machine` is None until `check_driver` has
+    read it, and stays None without an NVIDIA driver.
+    """
 
     def __init__(self, gpus: str | None, root: Path) -> None:
         self.gpus = gpus
@@ -61,47 +65,48 @@ class Facts:
 
     @property
     def cards(self) -> Sequence[nvml.NvmlGpu]:
-        """Answering GPUs named by ``--gpus``, or all."""
+        """Responding GPUs named by ``--gpus``; all responding GPUs without names."""
         gpus = () if self.machine is None else self.machine.gpus
         return [gpu for gpu in gpus if self.is_meant(gpu.index)]
 
     def is_meant(self, index: int) -> bool:
-        """Return True for a GPU named by ``--gpus``, and without names for every GPU."""
+        """Return True if ``--gpus`` names the GPU, or names no GPU of this machine."""
         return not self._named_indices or index in self._named_indices
 
     @cached_property
     def _named_indices(self) -> set[int]:
+        """Indices of this machine's GPUs that ``--gpus`` names."""
         uuids = {gpu.uuid for gpu in self.fleet.devices} if self.gpus and self.fleet else ()
         return {gpu.gpu.index for gpu in self.present if gpu.part.uuid in uuids}
 
     @cached_property
     def present(self) -> list[PresentGpu]:
-        """All GPUs, each with the reason if unusable."""
+        """All GPUs of this machine; an unusable GPU has the reason."""
         return detect.survey()[0]
 
     @cached_property
     def fleet(self) -> Fleet | None:
-        """Devices named by ``--gpus``; None without any."""
+        """Devices named by ``--gpus``, or all GPUs; None if there are none or a name is wrong."""
         with suppress(FleetError):
             return Fleet.parse(self.gpus or "all") if self.gpus or self.machine else None
         return None
 
     @property
     def testable(self) -> Sequence[Device]:
-        """Devices, real or virtual, to run tests on."""
+        """Real or virtual devices to run tests on; none if a GPU is only declared."""
         devices = self.fleet.devices if self.fleet is not None else ()
         return devices if all(gpu.uuid or gpu.name.startswith("vgpu") for gpu in devices) else ()
 
     @cached_property
     def probed(self) -> Probed:
-        """Outcomes of the tests of torch and the devices."""
+        """Outcomes of the tests, which run on first access."""
         return probe(self.testable)
 
 
 def by_gpu(
     gpus: Iterable[nvml.NvmlGpu], check: Callable[[nvml.NvmlGpu], Iterable[Finding]]
 ) -> Iterator[Finding]:
-    """Run a check on each GPU; merge equal findings into one."""
+    """Run a check on each GPU; equal findings of several GPUs become one finding."""
     indices: dict[Finding, list[int]] = {}
     for gpu in gpus:
         for finding in check(gpu):
@@ -112,7 +117,7 @@ def by_gpu(
 
 
 def or_ok(findings: Iterable[Finding], text: str) -> Iterator[Finding]:
-    """Yield findings, and a closing "ok" if none is a warning or an error."""
+    """Yield the findings, then an "ok" with `text` if none is a warning or an error."""
     is_bad = False
     for finding in findings:
         is_bad |= finding.severity in BAD
@@ -122,19 +127,20 @@ def or_ok(findings: Iterable[Finding], text: str) -> Iterator[Finding]:
 
 
 def join_names(names: Iterable[object]) -> str:
-    """Join names, at most six of them."""
+    """Join names with commas; after six names only the number of others is given."""
     texts = [*map(str, names)]
-    rest = f" and {len(texts) - _MOST_NAMES} more" if len(texts) > _MOST_NAMES else ""
-    return ", ".join(texts[:_MOST_NAMES]) + rest
+    rest = f" and {len(texts) - _MAX_NAMES} more" if len(texts) > _MAX_NAMES else ""
+    return ", ".join(texts[:_MAX_NAMES]) + rest
 
 
-# A test can hang in the driver, or end CUDA for its process. So a child runs the tests in order,
-# and writes a line of JSON about torch and then one after each test. When it hangs or dies, the
-# number of lines tells which test it was: that one has failed, and a new child gets the remaining
-# ones.
+# A test can hang in the driver, or make CUDA unusable in its process. Therefore a child process
+# runs the tests in order, and writes one line of JSON about torch and one line after each test. If
+# the child hangs or dies, the number of lines identifies the failed test, and a new child runs the
+# remaining tests:
 #
-#   tests  matrix 0, matrix 1, copy 0→1, copy 1→0      lines: torch, matrix 0, matrix 1, then killed
-#   next   copy 1→0                                    copy 0→1 "didn't end within 102 seconds"
+#   child 1  tests matrix 0, matrix 1, copy 0→1, copy 1→0; lines: torch, matrix 0, matrix 1
+#            killed after 102 seconds: copy 0→1 has failed, "no result within 102 seconds"
+#   child 2  test copy 1→0
 def probe(devices: Sequence[Device]) -> Probed:
     """Test each device, and each ordered pair of them."""
     names = [device.name for device in devices]
@@ -143,8 +149,8 @@ def probe(devices: Sequence[Device]) -> Probed:
     capacities = [device.budget_bytes for device in devices if device.name.startswith("vgpu")]
     about: Mapping[str, Any] = {}
     outcomes: dict[Test, Mapping[str, Any]] = {}
-    for _ in range(_MOST_STARTS):
-        lines, ending = _run({"capacities_bytes": capacities, "tests": waiting})
+    for _ in range(_MAX_STARTS):
+        lines, ending = _run_tests({"capacities_bytes": capacities, "tests": waiting})
         if not lines:
             return Probed(torch=about or {"error": ending}, outcomes=outcomes)
         about = about or lines[0]
@@ -157,8 +163,8 @@ def probe(devices: Sequence[Device]) -> Probed:
     return Probed(torch=about, outcomes=outcomes)
 
 
-def _run(request: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """Return the complete lines of a test process, and the description of its failure."""
+def _run_tests(request: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """Run a test process; return its complete lines, and its failure as text or ""."""
     seconds = _START_SECONDS + _TEST_SECONDS * len(request["tests"])
     command = [sys.executable, "-m", "duoka.tools.doctor.device_tests", json.dumps(request)]
     try:

@@ -1,4 +1,4 @@
-"""GPU checks: driver, visibility, memory, health and PCIe lanes, by the driver and CUDA."""
+"""GPU checks: driver, visibility, memory, health and PCIe lanes, as reported by NVML and CUDA."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from duoka.hardware.fleet import Fleet
 from .facts import Facts, Finding, Severity, by_gpu, join_names, or_ok
 
 _NVIDIA, _DISPLAYS = "0x10de", "0x03"
-_MUCH_MEMORY = 0.1
-_KNOWN_STATES = ("hidden", "in MIG mode", "memory unknown")
-# More than any driver keeps for itself.
-_UNSEEN_BYTES = 3 * GIB // 2
+_LARGE_SHARE = 0.1
+_HARMLESS_STATES = ("hidden", "in MIG mode", "memory unknown")
+# More memory than any driver reserves: if more is used, an unlisted process uses it.
+_DRIVER_BYTES = 3 * GIB // 2
 _FELL_OFF = "check `dmesg | grep -i xid`, its power cables and its seat, and restart the machine"
 
 
 def check_driver(facts: Facts) -> Iterator[Finding]:
-    """Check that the driver and every card answer."""
+    """Read the driver into `facts.machine`, and check that every GPU responds."""
     try:
         facts.machine = machine = nvml.read()
     except nvml.NoDriverError as missing:
@@ -47,7 +47,7 @@ def check_driver(facts: Facts) -> Iterator[Finding]:
 
 
 def _count_on_bus(root: Path) -> int:
-    """Count NVIDIA's GPUs on the PCI bus, with a driver or without."""
+    """Count NVIDIA GPUs on the PCI bus, which are listed even without a driver."""
     count = 0
     for device in (root / "sys/bus/pci/devices").glob("*"):
         with suppress(OSError):
@@ -57,17 +57,17 @@ def _count_on_bus(root: Path) -> int:
 
 
 def check_named(facts: Facts) -> Iterator[Finding]:
-    """Check the GPUs named by ``--gpus``."""
+    """Resolve the names given by ``--gpus``, and report the GPUs."""
     yield Finding("ok", f"{facts.gpus} is {join_names(Fleet.parse(facts.gpus or 'all').names)}")
 
 
 def check_visible(facts: Facts) -> Iterator[Finding]:
-    """Compare CUDA's GPUs and their numbers with NVML's."""
+    """Compare the GPUs that CUDA sees, and their numbers, with NVML's."""
     for gpu in facts.present:
         trouble = gpu.trouble
-        # `check_driver` has reported the lost ones.
+        # `check_driver` has already reported GPUs in the state "lost".
         if trouble is not None and trouble.state != "lost" and facts.is_meant(gpu.gpu.index):
-            severity: Severity = "note" if trouble.state in _KNOWN_STATES else "warning"
+            severity: Severity = "note" if trouble.state in _HARMLESS_STATES else "warning"
             text = f"{gpu.label}: {trouble.reason}"
             yield Finding(severity, text, "it isn't used", trouble.advice)
     uuids = {gpu.part.uuid.lower().partition("-")[2] for gpu in facts.present}
@@ -86,13 +86,13 @@ def check_visible(facts: Facts) -> Iterator[Finding]:
             "--gpus uses the numbers of nvidia-smi; set CUDA_DEVICE_ORDER=PCI_BUS_ID for "
             "other programs"
         )
-        yield Finding("note", text, _explain_numbers(renumbered), advice)
+        yield Finding("note", text, _explain_numbering(renumbered), advice)
     elif visible and not unknown:
         yield Finding("ok", f"CUDA sees {format_count(len(visible), 'GPU')}, in nvidia-smi's order")
 
 
-def _explain_numbers(renumbered: Sequence[PresentGpu]) -> str:
-    """Explain why CUDA's numbers differ from nvidia-smi's."""
+def _explain_numbering(renumbered: Sequence[PresentGpu]) -> str:
+    """Explain the difference between CUDA's and nvidia-smi's numbers."""
     value = cuda_driver.restriction()
     if value is not None:
         return f"{cuda_driver.VARIABLE}={value}"
@@ -102,7 +102,7 @@ def _explain_numbers(renumbered: Sequence[PresentGpu]) -> str:
 
 
 def check_memory(facts: Facts) -> Iterator[Finding]:
-    """List other processes with memory of a GPU."""
+    """Report the processes that use GPU memory, and the free memory of all GPUs."""
     for gpu in facts.cards:
         total, free = gpu.total_bytes or 0, gpu.free_bytes or 0
         texts = [
@@ -113,10 +113,10 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
         meaning = f"plans use the free memory: {format_bytes(free)} of {format_bytes(total)}"
         if texts:
             used = sum(process.used_bytes or 0 for process in gpu.processes)
-            severity: Severity = "warning" if used > _MUCH_MEMORY * total else "note"
+            severity: Severity = "warning" if used > _LARGE_SHARE * total else "note"
             advice = "end the process, or leave the GPU out of --gpus"
             yield Finding(severity, f"GPU {gpu.index}: {join_names(texts)}", meaning, advice)
-        elif total and not gpu.is_mig and total - free > _UNSEEN_BYTES:
+        elif total and not gpu.is_mig and total - free > _DRIVER_BYTES:
             text = f"GPU {gpu.index}: unknown processes use {format_bytes(total - free)}"
             advice = "check processes outside of this container, and dead processes"
             yield Finding("warning", text, meaning, advice)
@@ -125,11 +125,12 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def check_state(facts: Facts) -> Iterator[Finding]:
-    """Check the cards' health: memory errors, and throttled clocks."""
-    return or_ok(by_gpu(facts.cards, _state), "no GPU reports memory errors or throttling")
+    """Check every GPU's health: memory errors and throttled clocks."""
+    return or_ok(by_gpu(facts.cards, _check_health), "no GPU reports memory errors or throttling")
 
 
-def _state(gpu: nvml.NvmlGpu) -> Iterator[Finding]:
+def _check_health(gpu: nvml.NvmlGpu) -> Iterator[Finding]:
+    """Report memory errors, memory repairs and throttling of a GPU."""
     if gpu.uncorrected_errors:
         text = f"{format_count(gpu.uncorrected_errors, 'memory error')} that were not corrected"
         meaning = (
@@ -152,13 +153,14 @@ def _state(gpu: nvml.NvmlGpu) -> Iterator[Finding]:
 
 
 def check_pcie(facts: Facts) -> Iterator[Finding]:
-    """Check that every card uses all its PCIe lanes."""
+    """Check that every GPU uses all of its PCIe lanes."""
     connected = [gpu for gpu in facts.cards if gpu.pcie_lanes]
     text = f"full PCIe width on {format_count(len(connected), 'GPU')}"
-    return or_ok(by_gpu(connected, _pcie), text) if connected else iter(())
+    return or_ok(by_gpu(connected, _check_lanes), text) if connected else iter(())
 
 
-def _pcie(gpu: nvml.NvmlGpu) -> Iterator[Finding]:
+def _check_lanes(gpu: nvml.NvmlGpu) -> Iterator[Finding]:
+    """Report a GPU that uses fewer PCIe lanes than it has."""
     lanes, all_lanes = gpu.pcie_lanes or 0, gpu.max_pcie_lanes or 0
     if lanes < all_lanes:
         meaning = f"copies of weights and activations take {all_lanes / lanes:.0f} times as long"

@@ -11,12 +11,12 @@ from duoka.hardware.host import available_bytes, container_memory
 
 from .facts import Facts, Finding, or_ok
 
-_LITTLE_BYTES = 4 * GIB
-_LITTLE_SHARED_BYTES = 256 * MIB
+_LOW_BYTES = 4 * GIB
+_LOW_SHARED_BYTES = 256 * MIB
 
 
 def check_host_memory(facts: Facts) -> Iterator[Finding]:
-    """Check the host's memory for loading and offloading, and report a container's limit."""
+    """Check the free CPU memory, and report the memory limit of a container."""
     available = available_bytes(facts.root)
     if available is None:
         yield Finding("note", "the free CPU memory is unknown")
@@ -26,7 +26,7 @@ def check_host_memory(facts: Facts) -> Iterator[Finding]:
             "loading needs several hundred MiB, torch and transformers as much, offloading more"
         )
         advice = "end other programs, or raise the container's limit"
-        is_little = available < _LITTLE_BYTES
+        is_little = available < _LOW_BYTES
         yield Finding("warning", text, meaning, advice) if is_little else Finding("ok", text)
     container = container_memory(facts.root)
     if container is not None:
@@ -40,7 +40,7 @@ def check_host_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def check_shared_memory(facts: Facts) -> Iterator[Finding]:
-    """Check the size of /dev/shm, for processes exchanging tensors."""
+    """Check the free space in /dev/shm, through which processes exchange tensors."""
     try:
         free = shutil.disk_usage(facts.root / "dev/shm").free
     except OSError:
@@ -50,7 +50,7 @@ def check_shared_memory(facts: Facts) -> Iterator[Finding]:
     text = f"/dev/shm has {format_bytes(free)} free"
     meaning = "NCCL and data loaders fail with a bus error if it runs out"
     advice = "use docker run --shm-size=2g (or --ipc=host)"
-    is_little = free < _LITTLE_SHARED_BYTES
+    is_little = free < _LOW_SHARED_BYTES
     yield Finding("warning", text, meaning, advice) if is_little else Finding("ok", text)
 
 

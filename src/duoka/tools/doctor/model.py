@@ -1,4 +1,4 @@
-"""Model checks: complete checkpoint, hashes, and a plan."""
+"""Model checks: completeness of the checkpoint, file hashes, and a plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 class ModelFacts:
-    """A model, and a function to plan it as `duoka plan` does."""
+    """A model, and a function to plan it as `duoka plan` does.
+
+    `checkpoint` is None until `check_whole` has opened it.
+    """
 
     def __init__(self, model: str, make_plan: Callable[[], Plan]) -> None:
         self.model = model
@@ -29,13 +32,13 @@ class ModelFacts:
         self.checkpoint: Checkpoint | None = None
 
     def files(self) -> list[Path]:
-        """Files with weights on this machine."""
+        """Return the weight files that exist on this machine."""
         files = () if self.checkpoint is None else self.checkpoint.files
         return [file for file in files if file.exists()]
 
 
 def check_whole(facts: ModelFacts) -> Iterator[Finding]:
-    """Check that all files are there, and agree with headers and index."""
+    """Open the checkpoint; check that its files are complete and match headers and index."""
     facts.checkpoint = checkpoint = Checkpoint.open(facts.model)
     if not checkpoint.has_weights:
         meaning = "it can be planned, but not loaded"
@@ -52,7 +55,7 @@ def check_whole(facts: ModelFacts) -> Iterator[Finding]:
 
 
 def check_hashes(facts: ModelFacts) -> Iterator[Finding]:
-    """Compare the files with hashes left by a download from the Hub."""
+    """Compare each weight file with its hash, if a download from the Hub recorded one."""
     hashes = [(file, digest) for file in facts.files() if (digest := _known_hash(file))]
     for file, digest in hashes:
         say(f"comparing the hash of {file.name}")
@@ -68,7 +71,7 @@ def check_hashes(facts: ModelFacts) -> Iterator[Finding]:
 
 
 def _known_hash(file: Path) -> str:
-    """Find a file's hash in huggingface_hub's cache, or in its download's metadata."""
+    """Return a file's hash from huggingface_hub's cache or download metadata; "" if unknown."""
     metadata = file.parent / ".cache/huggingface/download" / f"{file.name}.metadata"
     names = [file.readlink().name] if file.is_symlink() else []
     with suppress(OSError, ValueError):
@@ -77,7 +80,7 @@ def _known_hash(file: Path) -> str:
 
 
 def check_fit(facts: ModelFacts, machine: Facts) -> Iterator[Finding]:
-    """Check that the model fits; if not, list alternatives."""
+    """Check that the model fits on the GPUs; if not, list the alternatives as commands."""
     if facts.checkpoint is None:
         return  # `check_whole` has reported why
     if machine.fleet is None:

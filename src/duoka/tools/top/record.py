@@ -1,4 +1,4 @@
-"""Recording of snapshots as rows of a CSV file."""
+"""Append snapshots to a CSV file, one row per GPU."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from duoka.forecast.stage_bytes import KIND_FIELDS
 
 from .snapshot import GpuNow, GpuSnapshot
 
-_OF_GPU = ("total_bytes", "free_bytes", "reserved_bytes", "forecast_bytes", "others_bytes",
+_GPU_FIELDS = ("total_bytes", "free_bytes", "reserved_bytes", "forecast_bytes", "others_bytes",
            "spare_bytes")  # fmt: skip
-_OF_ACTIVITY = ("utilization", "temperature_celsius", "power_watts")
-COLUMNS = ("time", "gpu", *KIND_FIELDS.values(), "busy_share", *_OF_GPU, *_OF_ACTIVITY)
+_ACTIVITY_FIELDS = ("utilization", "temperature_celsius", "power_watts")
+COLUMNS = ("time", "gpu", *KIND_FIELDS.values(), "busy_share", *_GPU_FIELDS, *_ACTIVITY_FIELDS)
 
 
 @contextmanager
 def csv_file(path: Path) -> Iterator[Callable[[GpuSnapshot], None]]:
-    """Open a file, and yield a function to append a row per GPU of a snapshot; see `COLUMNS`."""
+    """Open a file, and yield a function that appends a snapshot: one row of `COLUMNS` per GPU."""
     head = ",".join(COLUMNS)
     with path.open("a+", encoding="utf-8", errors="replace", newline="") as file:
         file.seek(0)
@@ -35,13 +35,14 @@ def csv_file(path: Path) -> Iterator[Callable[[GpuSnapshot], None]]:
             writer.writeheader()
 
         def append(snapshot: GpuSnapshot) -> None:
-            writer.writerows(_row(snapshot.time, gpu) for gpu in snapshot.gpus)
+            writer.writerows(_csv_row(snapshot.time, gpu) for gpu in snapshot.gpus)
             file.flush()
 
         yield append
 
 
-def _row(moment: str, gpu: GpuNow) -> dict[str, Any]:
+def _csv_row(moment: str, gpu: GpuNow) -> dict[str, Any]:
+    """Build the row of a GPU: memory by kind of all its duoka processes, then the GPU's fields."""
     stages = [process.measured for process in gpu.processes]
     shares = [p.busy_share for p in gpu.processes if p.busy_share is not None]
     return {
@@ -49,6 +50,6 @@ def _row(moment: str, gpu: GpuNow) -> dict[str, Any]:
         "gpu": gpu.label,
         "busy_share": max(shares, default=None),
         **{name: sum(getattr(stage, name) for stage in stages) for name in KIND_FIELDS.values()},
-        **{name: getattr(gpu, name) for name in _OF_GPU},
-        **{name: getattr(gpu.activity, name, None) for name in _OF_ACTIVITY},
+        **{name: getattr(gpu, name) for name in _GPU_FIELDS},
+        **{name: getattr(gpu.activity, name, None) for name in _ACTIVITY_FIELDS},
     }

@@ -1,4 +1,4 @@
-"""View of a snapshot: a bar per GPU, and each process' memory beside the plan's forecast."""
+"""Render a snapshot: a bar per GPU, and the memory of each process beside its forecast."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from .snapshot import GpuNow, GpuSnapshot
 
 _WIDEST_BAR = 78
 _LABEL_COLUMNS, _NUMBER_COLUMNS = 18, 9
+# Kinds of memory that are shown even if they are empty.
 _ALWAYS = ("weights", "activations", "overhead")
-_MOST_OTHERS = 4
+_MAX_OTHERS = 4
 
 
 class View:
-    """Renderable of a snapshot; `suffix` ends the first line."""
+    """Rich renderable of a snapshot; `suffix` is appended to the first line."""
 
     def __init__(self, snapshot: GpuSnapshot, suffix: str = "") -> None:
         self._snapshot = snapshot
@@ -46,6 +47,7 @@ class View:
             yield Text("\n") + draw_legend(kinds, ascii_only=options.ascii_only)
 
     def _gpu(self, gpu: GpuNow, columns: int, *, ascii_only: bool) -> Iterator[Text]:
+        """Render a GPU: heading, bar, the processes' memory and other memory."""
         yield _heading(gpu)
         if gpu.others_bytes is not None and gpu.free_bytes is not None:
             stages = [process.measured.kinds for process in gpu.processes]
@@ -54,10 +56,10 @@ class View:
             yield draw_bar(parts, columns, ascii_only=ascii_only)
         if gpu.processes:
             yield from self._table(gpu)
-        yield from _remarks(gpu)
+        yield from _describe_other_memory(gpu)
 
     def _table(self, gpu: GpuNow) -> Iterator[Text]:
-        """Yield the memory of each process now, and at its plan's peak."""
+        """Yield a table: per process its current memory, and the memory at its plan's peak."""
         sizes = [p.forecast.budget_bytes for p in gpu.processes]
         unit, divisor = unit_for(max(*sizes, gpu.reserved_bytes))
         names = [*(KINDS[kind].column for kind in self._kinds), "reserved"]
@@ -75,18 +77,19 @@ class View:
 
 
 def _heading(gpu: GpuNow) -> Text:
+    """Render the name of a GPU with its used memory and activity."""
     name = f"GPU {gpu.name}" if gpu.name.isdecimal() else gpu.name
     text = Text(f"\n{name} {gpu.product}".rstrip(), style="bold")
     facts = [gpu.trouble] if gpu.trouble else []
     if gpu.total_bytes is not None and gpu.free_bytes is not None:
         used = format_bytes(gpu.total_bytes - gpu.free_bytes)
         facts.append(f"{used} of {format_bytes(gpu.total_bytes)}")
-    facts += _facts(gpu.activity) if gpu.activity else ()
+    facts += _describe_activity(gpu.activity) if gpu.activity else ()
     return text.append("".join(f" · {fact}" for fact in facts), style="not bold")
 
 
-def _facts(activity: Activity) -> Iterator[str]:
-    """Describe a GPU's activity."""
+def _describe_activity(activity: Activity) -> Iterator[str]:
+    """Describe utilization, temperature and power, as far as known."""
     if activity.utilization is not None:
         yield f"{activity.utilization:.0%}"
     if activity.temperature_celsius is not None:
@@ -96,15 +99,15 @@ def _facts(activity: Activity) -> Iterator[str]:
         yield f"{activity.power_watts:.0f}{'' if limit is None else f' of {limit:.0f}'} W"
 
 
-def _remarks(gpu: GpuNow) -> Iterator[Text]:
-    """Describe other processes, and the memory free at the plan's peak."""
+def _describe_other_memory(gpu: GpuNow) -> Iterator[Text]:
+    """Describe processes other than duoka's, and the memory left free at the planned peak."""
     pids = {process.pid for process in gpu.processes}
     neighbours = [p for p in (gpu.activity.processes if gpu.activity else ()) if p.pid not in pids]
-    for process in neighbours[:_MOST_OTHERS]:
+    for process in neighbours[:_MAX_OTHERS]:
         size = "" if process.used_bytes is None else f" has {format_bytes(process.used_bytes)}"
         yield Text(f"{process.name or 'a process'} (pid {process.pid}){size}")
-    if len(neighbours) > _MOST_OTHERS:
-        yield Text(f"and {len(neighbours) - _MOST_OTHERS} more processes")
+    if len(neighbours) > _MAX_OTHERS:
+        yield Text(f"and {len(neighbours) - _MAX_OTHERS} more processes")
     spare = gpu.spare_bytes
     if spare is not None and gpu.processes:
         text = f"{format_bytes(spare)} stay free at the planned peak"

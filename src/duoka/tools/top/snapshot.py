@@ -1,4 +1,4 @@
-"""Snapshot of all GPUs: the driver's data, joined with the reports of duoka's processes."""
+"""Snapshot of all GPUs: the driver's data, joined with the memory published by duoka processes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from duoka.report import live
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuNow:
-    """State of a real or virtual GPU. None stands for unknown values.
+    """State of a real or virtual GPU; unknown values are None.
 
     Parameters
     ----------
     name : str
-        `nvidia-smi`'s index, an instance's UUID, or, for a GPU unknown to the driver, the
-        process' name of it; the memory of such a GPU is its budget.
+        The index of `nvidia-smi`; the UUID of a MIG instance; or, for a GPU unknown to the driver
+        such as a virtual GPU, the name in its process. Then `total_bytes` is its budget.
     reserved_bytes, forecast_bytes : int
-        Memory reserved by duoka's allocators, now and at their plans' peaks.
+        Memory reserved by the allocators of duoka processes, now and at the peaks of their plans.
     others_bytes : int, optional
-        Other used memory: of other processes and of CUDA's contexts.
+        Memory used by other processes and by CUDA contexts.
     spare_bytes : int, optional
-        Free memory less the growth that plans still forecast; negative if missing at the peak.
+        Free memory minus the growth that plans still forecast; negative if the peaks do not fit.
     """
 
     name: str
@@ -42,7 +42,7 @@ class GpuNow:
 
     @property
     def label(self) -> str:
-        """Unique name: every process with virtual GPUs has a ``vgpu:0``."""
+        """Name with the process id for a virtual GPU: several processes may have a ``vgpu:0``."""
         is_known = self.activity is not None or self.trouble
         return self.name if is_known else f"{self.name} (pid {self.processes[0].pid})"
 
@@ -68,7 +68,7 @@ class Monitor:
             self._notes = (f"no NVIDIA GPU: {error}",)
 
     def close(self) -> None:
-        """End the session with the driver."""
+        """Close the NVML session."""
         if self._watch is not None:
             self._watch.close()
 
@@ -79,7 +79,7 @@ class Monitor:
             devices = live.read_memory()
         except DuokaError as error:
             notes += (f"{error}; {error.hint}",)
-        gpus = _gpus([] if self._watch is None else self._watch.look(), devices)
+        gpus = _join_gpus([] if self._watch is None else self._watch.look(), devices)
         return GpuSnapshot(
             time=datetime.now(UTC).isoformat(timespec="milliseconds"),
             gpus=tuple(gpus),
@@ -87,10 +87,10 @@ class Monitor:
         )
 
 
-def _gpus(
+def _join_gpus(
     activities: Sequence[nvml.Activity | nvml.Lost], devices: Sequence[live.LiveDevice]
 ) -> Iterator[GpuNow]:
-    """Yield every GPU once, with its processes of duoka."""
+    """Yield every GPU once, with the duoka processes on it."""
     on_gpu: dict[str, list[live.LiveDevice]] = {}
     for device in devices:
         # A virtual GPU belongs to a single process.
@@ -110,17 +110,17 @@ def _gpus(
         yield _with_memory(GpuNow(name=processes[0].measured.device), budget, free, processes)
 
 
-# The memory of a GPU of 24 GiB with a process of duoka's that has reserved 10 and will have 14 at
-# its plan's peak, beside 3 GiB of others:
+# Example: on a GPU of 24 GiB a duoka process has reserved 10 GiB and will reserve 14 GiB at the
+# peak of its plan; other processes use 3 GiB:
 #
 #   |  reserved 10  |  others 3  |          free 11          |
 #                                |  growth 4  |   spare 7    |
 #
-# A process above its forecast has no growth, and gives nothing back for others.
+# The growth of a process above its forecast is 0, not negative.
 def _with_memory(
     gpu: GpuNow, total: int | None, free: int | None, processes: Sequence[live.LiveDevice]
 ) -> GpuNow:
-    """Fill in the memory of a GPU."""
+    """Return a GPU with its memory fields computed from the driver's data and its processes."""
     pairs = [(p.measured.reserved_bytes, p.forecast.reserved_bytes) for p in processes]
     reserved = sum(now for now, _ in pairs)
     to_come = sum(max(peak - now, 0) for now, peak in pairs)
