@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
+import tiny
 from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -213,6 +215,20 @@ def test_parts_of_flash_attention_follow_the_prompt() -> None:
     (trace,), _ = fit(found, shapes)
     assert shapes == [shape]
     assert trace.sizes == ((0.0,) * len(MONOMIALS) + (4096.0,),)
+
+
+def test_parts_of_flash_attention_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [(q, q) for q in (96, 200, 301, 404, 555, 777, 1001)]
+    monkeypatch.setitem(LENGTHS, "forward", lengths)
+    shape, shapes = FlashShape(8, 4, 256), list[FlashShape]()
+    found = samples(
+        lambda b, q, k: PartBytes.of(shape, 4096, b, q, k), "forward", flops=lambda b, q, k: q
+    )
+    (trace,), _ = fit(found, shapes)
+    profile = replace(tiny.regular("llama"), flash_shapes=tuple(shapes))
+    for step in found:
+        values = profile.values(step.monomials, step.batch, step.query, step.keys)
+        assert max(1, evaluate(trace.sizes[0], values)) == step.recorded.traces[0].sizes[0]
 
 
 def test_parts_of_a_tower_are_constant() -> None:

@@ -60,7 +60,7 @@ class Service:
     async def submit(self, prompt: Prompt, params: Mapping[str, Any], n: int = 1) -> Events:
         """Run `n` generations from a prompt; yield their events."""
         content = ascii(prompt.messages or prompt.text or prompt.tokens)
-        tokens = len(content) // 4 + (params.get("max_new_tokens") or 512)
+        tokens = len(content) // 4 + n * (params.get("max_new_tokens") or 512)
         watch = self.metrics.watch()
         try:
             async with self._fetch_images(prompt) as ready:

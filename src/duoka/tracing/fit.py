@@ -227,6 +227,7 @@ class _Solver:
         trains = samples[0].phase in TRAINING_PHASES
         names = TRAINING_MONOMIALS if trains else MONOMIALS
         names = SERVING_MONOMIALS if samples[0].serving else names
+        self._num_monomials = max(len(MONOMIALS), len(names))
         values = [sample.monomials for sample in samples]
         if trains:
             self._of_chunks = _make_basis(("1", "c"), names, values)
@@ -266,7 +267,7 @@ class _Solver:
             return (float(max(values)),)
         if shape not in self._shapes:
             self._shapes.append(shape)
-        return (*(0.0,) * (len(MONOMIALS) + self._shapes.index(shape)), float(row_bytes))
+        return (*(0.0,) * (self._num_monomials + self._shapes.index(shape)), float(row_bytes))
 
     def _chunk_rule(self, values: Sequence[int]) -> Rule | None:
         """Return the rule a + b c of a size in a loss chunk; None if no such rule is checked."""

@@ -170,7 +170,7 @@ def statement_to_precede(
     statement: ast.stmt = tree.enclosing(last_node, ast.stmt)
     # Code hoisted out of an `elif` would run even if an earlier branch is taken. A statement that
     # shares its line, as in `if x: return y`, has no place for a line before it.
-    is_elif = tree.code(statement).startswith("elif")
+    is_elif = tree.code(statement).startswith(("elif ", "elif("))
     if isinstance(statement, _COMPOUND) or is_elif or _before_on_line(tree, statement).strip():
         return None
     outer_nodes = takewhile(lambda outer: outer is not statement, tree.ancestors(last_node))

@@ -79,7 +79,7 @@ class Excerpt:
                 text = Text.assemble((dots, "dim"), text[len(dots) :])
             yield _with_margin(f"{number:>{digits}} {bar} ", text)
             visible_spans = [span.clip(first_cell, room) for span in spans.get(number, ())]
-            for under in self._under(visible_spans, room, ascii_only=options.ascii_only):
+            for under in self._underlines(visible_spans, room, ascii_only=options.ascii_only):
                 yield _with_margin(f"{'':{digits}} {bar} ", under)
 
     def _numbers(self, lines: Mapping[int, str]) -> list[int]:

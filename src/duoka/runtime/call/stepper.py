@@ -198,9 +198,9 @@ class Stepper(GenerateCaller):
             self._next_arguments = {k: v for k, v in arguments.items() if k not in CACHE_NAMES}
         # `generate` drops its outputs, all logits included, when the token is chosen; and until
         # then it holds the scores and the probabilities that the token before was chosen from.
-        held = [torch.empty_like(logits) for _ in range(2)] if self.past else []
+        earlier_scores = [torch.empty_like(logits) for _ in range(2)] if self.past else []
         _sample(logits)
-        del held, outputs
+        del earlier_scores, outputs
         self.past = keys
 
     def _chunk_with_images(self, reader: ImageReader, query: int) -> dict[str, Any]:
