@@ -409,5 +409,5 @@ def observe(listener: Listener) -> AbstractContextManager[None]:
 
 
 def settled_by(arbiter: Arbiter | None) -> AbstractContextManager[None]:
-    """Let `arbiter` repair mixed-device operations of this thread, in the scope; with None they fail."""
+    """Let `arbiter` repair this thread's mixed-device operations in the scope; None: no repair."""
     return thread_state(arbiter=arbiter)
