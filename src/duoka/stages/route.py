@@ -55,7 +55,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTransfer:
-    """A tensor sent from its source stage, which makes it, to a target stage, which needs it."""
+    """A tensor sent from the stage of its origin, `source`, to a stage in need of it, `target`."""
 
     source: int
     target: int

@@ -409,5 +409,5 @@ def observe(listener: Listener) -> AbstractContextManager[None]:
 
 
 def settled_by(arbiter: Arbiter | None) -> AbstractContextManager[None]:
-    """Let `arbiter` repair this thread's mixed-device operations in the scope; None: no repair."""
+    """Let `arbiter` repair this thread's mixed-device operations inside the scope, if given."""
     return thread_state(arbiter=arbiter)
