@@ -187,8 +187,8 @@ class PagedStep:
             )
         parts = [slots]
         # Pages before the window of a chunk's first token aren't gathered. Window 6, pages of 4,
-        # positions 10 … 12: token 10 attends to 5 … 10, so page 0 is left out, and positions counted
-        # from the first gathered key are 6 … 8.
+        # positions 10 … 12: token 10 attends to 5 … 10, so page 0 is left out, and the positions,
+        # counted from the first gathered key, are 6 … 8.
         for window in cache.windows:
             numbers = cache.capacity.page_numbers
             firsts = np.array([_first_page(chunk, window, size) for chunk in self.chunks])

@@ -130,7 +130,7 @@ def _layer(
 
 
 def _setting(path: Path, config: Mapping[str, Any], key: str, pattern: str, name: str) -> float:
-    """Return the setting `key` for a module, overridden by the first matching entry of `pattern`."""
+    """Return the setting `key` for a module; the first matching entry of `pattern` overrides."""
     value: Any = config.get(key)
     patterns = config.get(pattern) or {}
     for end in patterns if isinstance(patterns, dict) else ():

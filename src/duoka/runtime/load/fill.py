@@ -27,9 +27,9 @@ from .sources import Reader, Source
 Progress = Callable[[int, int], None]
 """Called with the number of bytes done so far and the total."""
 
-# A copy that changes dtype or layout passes through a buffer of the tensor's size, on the host or on
-# the device. So such copies are made in chunks of this size, for which CUDA's allocator uses small
-# segments: there may be no free memory for a large buffer beside the weights.
+# A copy that changes dtype or layout passes through a buffer of the tensor's size, on the host or
+# on the device. So such copies are made in chunks of this size, for which CUDA's allocator uses
+# small segments: there may be no free memory for a large buffer beside the weights.
 _CHUNK_BYTES = 2**20
 
 
@@ -77,7 +77,7 @@ class Filler:
     def _fill_ahead(
         self, sources: Sequence[Source], pieces_of: Mapping[str, Sequence[TensorCopy]]
     ) -> None:
-        """Fill from sources with a known offset in their file, which are read ahead in stretches."""
+        """Fill from sources with an offset in their file, read ahead in stretches."""
         gpus = {target.device for target in self._targets.values() if can_pin(target.device)}
         order = stretches(sources, STRETCH_BYTES)
         with closing(read_ahead(order, pinned=bool(gpus))) as buffers:
@@ -91,8 +91,8 @@ class Filler:
 
     # A stretch and a piece are boxes of the same source. Their intersection is sliced from the
     # stretch, relative to its start, and copied to the matching part of the piece's target: a piece
-    # of rows 40 to 80 and a stretch of rows 60 to 100 share rows 60 to 80, which are rows 0 to 20 of
-    # the stretch.
+    # of rows 40 to 80 and a stretch of rows 60 to 100 share rows 60 to 80, which are rows 0 to 20
+    # of the stretch.
     def _put_pieces(self, pieces: Iterable[TensorCopy], box: Box, tensor: Tensor) -> None:
         """Copy a box of a source into the targets of all pieces that overlap the box."""
         for piece in pieces:
