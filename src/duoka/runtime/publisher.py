@@ -159,6 +159,7 @@ class Publisher:
 
 
 def _bytes_by_device(values: Any) -> Counter[str]:
+    """Return the bytes of all tensors in nested containers, by device."""
     sizes: Counter[str] = Counter()
     for tensor in _tensors(values):
         sizes[str(tensor.device)] += tensor.nbytes

@@ -213,6 +213,7 @@ class StageMicroBatch:
 
 
 def _differs_from_trace(block: PlacedBlock) -> ModelError:
+    """Return the error for a call that the traced route doesn't have."""
     return ModelError(
         f"the model called {block.name} differently from its trace",
         hint="pipeline stages need code that doesn't depend on the values of a batch",

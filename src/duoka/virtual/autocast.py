@@ -47,6 +47,7 @@ def _find_operator(name: str) -> Any:
 
 
 def _is_castable(value: Any) -> bool:
+    """Return True for a floating-point tensor on a virtual GPU, other than float64."""
     return (
         isinstance(value, torch.Tensor)
         and is_virtual(value.device)

@@ -120,6 +120,7 @@ def unnamed_gpus(
 def _make_world(
     capacities_bytes: Sequence[int | None], data: str, generation: GpuGeneration | None
 ) -> World:
+    """Make a world of virtual GPUs, after checking the arguments."""
     if data not in ("cpu", "meta", "even"):
         raise VirtualDeviceError(
             f"virtual GPUs can't keep their data on {data!r}", hint="use cpu, meta or even"
@@ -140,6 +141,7 @@ def register() -> None:
 
 
 def _register() -> None:
+    """Register device module, operators and autograd's error handling with torch."""
     holder = torch._C._get_privateuse1_backend_name()
     if holder != PLACE:
         raise VirtualDeviceError(

@@ -42,6 +42,7 @@ def can_do_backward() -> bool:
 
 
 def _index(device: Any = None) -> int:
+    """Return the index of a device; raise ValueError for other devices than virtual GPUs."""
     if device is None:
         return thread.current_index
     if isinstance(device, int):

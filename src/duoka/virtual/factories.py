@@ -31,7 +31,7 @@ def _factory(
     def factory(size: Sequence[int], *rest: Any, **options: Any) -> VirtualTensor:
         gpu = _gpu_of_factory(options.pop("device", None))
         options.pop("pin_memory", None)
-        if options.get("dtype") is None:  # the default: `full` takes its value's
+        if options.get("dtype") is None:  # by default `full` has its value's dtype
             is_full = name == "full"
             options["dtype"] = torch.full((), *rest).dtype if is_full else torch.get_default_dtype()
         where = gpu.data_device
@@ -64,6 +64,7 @@ def _fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _has_virtual_tensor(values: tuple[Any, ...]) -> bool:
+    """Return True for a virtual tensor among the values, at any depth of lists and tuples."""
     return any(
         isinstance(value, VirtualTensor)
         or (isinstance(value, (list, tuple)) and _has_virtual_tensor(tuple(value)))

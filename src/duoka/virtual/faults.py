@@ -135,6 +135,7 @@ def _message(func: Any, name: str, argument: str, base: torch.Tensor, tensor: to
 
 
 def _two_devices_text(base: torch.Tensor, tensor: torch.Tensor) -> str:
+    """Return CUDA's text for a pointwise operator on two devices."""
     return (
         "Expected all tensors to be on the same device, but found at least two devices, "
         f"{base.device} and {tensor.device}{_world_note(base, tensor)}!"
@@ -154,6 +155,7 @@ def _on_same_device(base: torch.Tensor, tensor: torch.Tensor) -> bool:
 def _named_tensors(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a call, each with the name of its argument."""
     names = (argument.name for argument in func._schema.arguments)
     for name, value in (*zip(names, args, strict=False), *kwargs.items()):
         for item in value if isinstance(value, (list, tuple)) else (value,):

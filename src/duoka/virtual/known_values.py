@@ -262,6 +262,7 @@ def _is_small(func: Any, args: list[Any]) -> bool:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among arguments or results, and in lists among them."""
     for value in values:
         for item in value if type(value) is list else (value,):
             if isinstance(item, torch.Tensor):

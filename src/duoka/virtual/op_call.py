@@ -31,6 +31,7 @@ class Plain:
         self.kwargs = {name: self._unwrap(value) for name, value in kwargs.items()}
 
     def _unwrap(self, value: Any) -> Any:
+        """Replace a virtual tensor, also in lists, and note its GPU."""
         # Every argument of every operator comes here, so the cheapest test comes first. Parameters
         # pass this test too: `torch.nn.Parameter` keeps the class of a tensor subclass.
         kind = type(value)

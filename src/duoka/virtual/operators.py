@@ -139,6 +139,7 @@ def below(whole: Callable[..., Any]) -> Handler:
 # view, transpose        _view           every result aliases an argument
 # mm, add, exp           make            none of these: the results are new tensors
 def _choose_handler(func: Any) -> Handler:
+    """Choose the handler of an operator by its kernels and its schema."""
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
         _decomposed.add(func)
         return _decompose
@@ -159,6 +160,7 @@ def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator whose results are views: they share their input's block."""
     if torch.is_inference_mode_enabled() and not args[0].is_inference():
         # A view of a normal tensor is a normal tensor, also in inference mode.
         with torch.inference_mode(False):
@@ -228,6 +230,7 @@ def _is_alias(value: Any, argument: Any) -> bool:
 
 
 def _virtual_tensors(values: Iterable[Any]) -> Iterator[VirtualTensor]:
+    """Yield the virtual tensors among arguments, and in lists and tuples among them."""
     for value in values:
         for item in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(item, VirtualTensor):

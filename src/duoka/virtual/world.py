@@ -217,6 +217,7 @@ class VirtualGpu:
             self.allocator.free(self._pending.popleft())
 
     def _out_of_memory_text(self, failure: OutOfCapacity) -> str:
+        """Return a text like CUDA's for an allocation beyond the capacity."""
         capacity, reserved = failure.capacity_bytes or 0, failure.reserved_bytes
         allocated = failure.allocated_bytes
         sizes = (failure.requested_bytes, capacity, max(0, capacity - reserved), reserved)
@@ -298,6 +299,7 @@ class StorageBlock:
         return ((self.gpu.index + 1) << 44) + self._allocation.address
 
     def _release(self) -> None:
+        """Free the allocation, and report that to the listener."""
         assert self._allocation is not None
         self.gpu.free(self._allocation)
         listener = thread.listener

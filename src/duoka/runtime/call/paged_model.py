@@ -45,8 +45,8 @@ from . import paged_attention
 from .chunk import Chunk
 from .paged_attention import PagedCache
 
-# Sequences form a group if the longest is at most so many times as long as the shortest, and if
-# padding makes the group at most so many times as large.
+# The limit of two ratios in a group: of its longest to its shortest sequence, and of the number of
+# sequences with padding, a power of two, to the number without.
 _PADDING = 1.25
 _SERVED = frozenset({"full_attention", "sliding_attention"})
 

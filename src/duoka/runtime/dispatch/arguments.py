@@ -116,7 +116,8 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def _collect(tree: Any, tensors: list[Tensor]) -> None:
-    # Called for every argument of every operation that is traced: no generators here.
+    """Append the tensors in nested containers to a list."""
+    # Called for every argument of every traced operation: generators would be slow here.
     if isinstance(tree, Tensor):
         tensors.append(tree)
     elif isinstance(tree, (tuple, list)):

@@ -117,6 +117,7 @@ class Streamer:
     def _run(
         self, index: int, unit: _StreamedModule, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
+        """Fetch the module's weights and those of the next module, then call the module."""
         if self._lane is None:
             self._allocate()
         lane, buffer = self._lane, index % NUM_BUFFERS
@@ -253,6 +254,7 @@ class _NoBackward(torch.autograd.Function):
 
 
 def _untrainable() -> UsageError:
+    """Return the error for training a model with offloaded weights."""
     return UsageError(
         "a model with offloaded weights can't be trained",
         hint="plan without offload, or use evaluation mode: model.eval()",
