@@ -107,7 +107,7 @@ def _current_virtual_gpus() -> tuple[list[int | None], str, GpuGeneration] | Non
 
 
 def peak_bytes(device: str | torch.device) -> PeakBytes | None:
-    """Return a device's memory peaks since `reset_peaks`; None for the CPU and meta."""
+    """Return a device's memory peaks since `reset_peaks`; None without statistics (the CPU)."""
     backend = _backend(device)
     if not hasattr(backend, "max_memory_reserved"):
         return None
@@ -119,7 +119,7 @@ def peak_bytes(device: str | torch.device) -> PeakBytes | None:
 
 
 def memory_now(device: str | torch.device) -> tuple[int, int]:
-    """Return a device's allocated and reserved bytes now; 0 and 0 for the CPU and meta."""
+    """Return a device's allocated and reserved bytes now; 0 without statistics (the CPU)."""
     backend = _backend(device)
     if not hasattr(backend, "memory_reserved"):
         return 0, 0

@@ -175,7 +175,7 @@ def _pictures(model: PreTrainedModel, sizes: Sequence[Sequence[Size]]) -> dict[s
 def _processor(config: Any, stated: Mapping[str, Any]) -> Any:
     """Make the model's image processor.
 
-    Its settings are those of the checkpoint, `stated`, then the configuration's, then defaults.
+    Settings of the checkpoint, `stated`, override those of the configuration, and these defaults.
     """
     processor_class = _processor_class(config)
     if processor_class is None:

@@ -88,7 +88,7 @@ class Publisher:
         self._hook = model.register_forward_pre_hook(self._note_caches, with_kwargs=True)
         self._name = f"{id(self):x}"
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="duoka-publisher", daemon=True)
+        self._thread = threading.Thread(target=self._publish, name="duoka-publisher", daemon=True)
 
     def start(self) -> Self:
         """Start the publishing thread."""
@@ -103,7 +103,7 @@ class Publisher:
             self._thread.join()
         live.withdraw_memory(self._name)
 
-    def _work(self) -> None:
+    def _publish(self) -> None:
         """Publish every second until closed."""
         # No failure here may disturb the process: a full disk, a directory of another user, a cache
         # that changes while its tensors are listed.
@@ -128,14 +128,14 @@ class Publisher:
                 pid=os.getpid(),
                 model=self._model_name,
                 uuid=self._uuids[name],
-                measured=self._measured(name, {kind: kinds[kind][name] for kind in kinds}),
+                measured=self._measure(name, {kind: kinds[kind][name] for kind in kinds}),
                 forecast=forecast,
                 busy_share=shares.get(name),
             )
             for name, forecast in self._forecasts.items()
         ]
 
-    def _measured(self, name: str, kinds: dict[str, int]) -> StageBytes:
+    def _measure(self, name: str, kinds: dict[str, int]) -> StageBytes:
         """Return a device's bytes now; bytes that belong to no other kind are activations."""
         allocated, reserved = devices.memory_now(name)
         weights = min(self._weights[name], allocated)

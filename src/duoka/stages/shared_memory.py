@@ -46,7 +46,7 @@ class SharedMemory:
 
     Each transfer of the route `largest` has `num_steps` slots; a step uses the slot of its number
     modulo `num_steps`. The object can be pickled to a process that has inherited the descriptor.
-    The memory is freed when no process maps it any more.
+    The memory is freed when the last process has closed and unmapped it.
     """
 
     def __init__(self, largest: Route, num_steps: int, num_processes: int) -> None:

@@ -61,7 +61,7 @@ def _split_options(kwargs: dict[str, Any]) -> tuple[torch.device | None, dict[st
 # unknown      target becomes unknown   shape alone      error: no data
 #
 # A copy of unknown values to the CPU is a read, and raises UnknownValueError.
-def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `copy_`, between any two devices, as on CUDA; the target keeps its dtype."""
     target, source = args[0], args[1]
     target_backing, source_backing = _backing(target), _backing(source)
@@ -103,7 +103,7 @@ def _make_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return place(shaped, target)
 
 
-def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _set_storage(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `set_`: the target gets the storage and geometry of another virtual tensor."""
     target, source = args[0], args[1] if len(args) > 1 else None
     if not isinstance(target, VirtualTensor) or not isinstance(source, VirtualTensor):
@@ -117,7 +117,7 @@ def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return target
 
 
-def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _read_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Read a number, as `item` does; see `unknown_numbers_as` for unknown ones."""
     backing = _backing(args[0])
     if backing.is_meta:
@@ -130,12 +130,12 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def install() -> None:
     """Register the handlers of this module."""
     handlers[_aten._to_copy.default] = _to_copy
-    handlers[_aten.copy_.default] = _copy
+    handlers[_aten.copy_.default] = _copy_into
     for operator in _LIKE:
         handlers[operator] = _make_like
     for source in ("source_Tensor", "source_Storage"):
         for overload in (source, f"{source}_storage_offset"):
-            handlers[getattr(_aten.set_, overload)] = _set
-    handlers[_aten._local_scalar_dense.default] = _read
+            handlers[getattr(_aten.set_, overload)] = _set_storage
+    handlers[_aten._local_scalar_dense.default] = _read_number
     handlers[_aten.is_pinned.default] = lambda *_: False
     handlers[_aten.record_stream.default] = lambda *_: None

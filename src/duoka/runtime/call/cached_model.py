@@ -76,7 +76,7 @@ class CachedModel(GenerateCaller):
 
         Each chunk is a call of its own.
         """
-        return torch.cat([self._run(chunk) for chunk in chunks])
+        return torch.cat([self._run_chunk(chunk) for chunk in chunks])
 
     def forget(self, sequence: int) -> None:
         """Free the cache of an ended sequence."""
@@ -94,7 +94,7 @@ class CachedModel(GenerateCaller):
         decoded = Chunk(prompt.sequence, [1], _TRIAL_TOKENS, (), None)
         logits = []
         for chunks in ([prompt, decoded], [prompt, second, decoded]):
-            logits.append([self._run(chunk) for chunk in chunks][-1])
+            logits.append([self._run_chunk(chunk) for chunk in chunks][-1])
             self._arguments.clear()
         return not self._agree(*logits)
 
@@ -132,7 +132,7 @@ class CachedModel(GenerateCaller):
     # prepare the inputs of one token and call the model. The arguments that `generate` carries from
     # one iteration to the next (cache, mask, positions) are kept by sequence, so that iterations of
     # several sequences can alternate.
-    def _run(self, chunk: Chunk) -> Tensor:
+    def _run_chunk(self, chunk: Chunk) -> Tensor:
         """Run one chunk; return the logits after its last token, [1, vocabulary], in float32."""
         model = self.model
         ids = torch.tensor([chunk.tokens], device=model.device)

@@ -216,7 +216,7 @@ def attend(
     if step is None or step_table is None or is_masked or not is_causal:
         raise ModelError(f"{type(module).__name__} has its own attention mask, or is not causal")
     _refuse_unknown(module, options)
-    # Some models pass their window only through the mask: see `_window_alone`.
+    # Some models pass their window only through the mask: see `_make_window_mask`.
     window = sliding_window or 0 if attention_mask is None else attention_mask.shape[0]
     step.enter(module.layer_idx, window)
     keys, values = step.cache.layer(module.layer_idx, key, value)
@@ -295,9 +295,9 @@ class _Layer(NamedTuple):
             query = query.permute(2, 0, 1, 3)
         bias = bias[:, None, None] if group.sequences > 1 else bias[None, None]
         if self.workspace is None:
-            result = _fused(query, keys, values, bias, self.scale)
+            result = _attend_fused(query, keys, values, bias, self.scale)
         else:
-            result = self._with_scores(query, keys, values, bias, self.workspace)
+            result = self._attend_with_scores(query, keys, values, bias, self.workspace)
         return result if group.sequences > 1 else result.permute(2, 0, 1, 3)
 
     # Queries 4 and 5, keys 0 … 5, and a window of 3 (. is -inf):
@@ -317,14 +317,14 @@ class _Layer(NamedTuple):
             bias.masked_fill_(torch.le(keys, queries - self.window, out=hidden), -torch.inf)
         return bias
 
-    def _with_scores(
+    def _attend_with_scores(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, buffers: _ScoreWorkspace
     ) -> Tensor:
         """Attend with materialised scores, for as many queries at a time as the buffers hold."""
         if len(bias) > 1:
             query, key, value, bias = (part.transpose(0, 1) for part in (query, key, value, bias))
             # [key heads, sequences, query heads per key head, 1, …]
-            result = self._weighted(query.unsqueeze(3), key, value, bias.unsqueeze(2), buffers)
+            result = self._attend_part(query.unsqueeze(3), key, value, bias.unsqueeze(2), buffers)
             return result.transpose(0, 1)[..., 0, :]
         # [key heads, 1, query heads per key head, rows, …]
         query, bias = query[:, None], bias[:, None]
@@ -334,11 +334,11 @@ class _Layer(NamedTuple):
         size = max(1, len(buffers.scores) // per_row)
         for start in range(0, query.shape[3], size):
             rows = slice(start, start + size)
-            part = self._weighted(query[:, :, :, rows], key, value, bias[:, :, :, rows], buffers)
+            part = self._attend_part(query[:, :, :, rows], key, value, bias[:, :, :, rows], buffers)
             attended[:, :, :, rows].copy_(part)
         return attended[:, 0]
 
-    def _weighted(
+    def _attend_part(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, buffers: _ScoreWorkspace
     ) -> Tensor:
         """Return values weighted by softmax(scale · query · keyᵀ + bias), in the buffers.
@@ -396,7 +396,7 @@ def _states_of(states: Tensor, group: SequenceGroup, tile: QueryTile) -> Tensor:
 
 # Grouped-query attention without repeated keys: with 8 query heads, 2 key heads and 64 queries of a
 # sequence, the kernel gets a batch of 2 with 4 heads each, and keys that are expanded (stride 0).
-def _fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
+def _attend_fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
     """Attend by a fused kernel of `scaled_dot_product_attention`.
 
     For several sequences the query heads of one key head are passed as rows of that head. For a
@@ -410,7 +410,7 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float
 # transformers makes one mask per call of the model and kind of layer, and passes it to the layers.
 # In its place the empty tensor [window, 0] takes no memory and is moved like a mask: so `attend`
 # gets the window even from models that don't pass `sliding_window`.
-def _window_alone(*, mask_function: Any, local_size: int = 0, **options: Any) -> Tensor:
+def _make_window_mask(*, mask_function: Any, local_size: int = 0, **options: Any) -> Tensor:
     """Return an empty tensor [window, 0] in place of a mask; raise ModelError if not causal."""
     padding = options["attention_mask"]  # OPT's in transformers 5.17 masks nothing
     if not _is_causal(mask_function) or not (padding is None or padding.all()):
@@ -433,4 +433,4 @@ def _is_causal(mask: Any) -> bool:
 def register() -> None:
     """Register this attention and its masks with transformers under `NAME`."""
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, _window_alone)
+    AttentionMaskInterface.register(NAME, _make_window_mask)

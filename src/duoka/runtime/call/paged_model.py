@@ -165,10 +165,10 @@ class PagedStep:
             "position_ids": on_device[1:],
             "use_cache": False,
             "step": self,
-            "step_table": self._table(positions, device),
+            "step_table": self._make_table(positions, device),
         }
 
-    def _table(self, positions: NDArray[np.int64], device: torch.device) -> Tensor:
+    def _make_table(self, positions: NDArray[np.int64], device: torch.device) -> Tensor:
         """Make the table for attention: positions of gathered keys from 0 on, then the `parts`.
 
         The table's size depends on the number of tokens alone; unused entries are padding.
@@ -194,7 +194,7 @@ class PagedStep:
             firsts = np.array([_first_page(chunk, window, size) for chunk in self.chunks])
             relative = np.zeros(number, np.int64)
             relative[: len(positions)] = positions - firsts[self._chunk_of] * size
-            pages = self._pages(window, firsts)
+            pages = self._form_groups(window, firsts)
             assert len(pages) <= numbers, "page numbers are bounded"
             parts += [relative, np.pad(pages, (0, numbers - len(pages)))]
         filled = torch.from_numpy(np.concatenate(parts))
@@ -203,19 +203,19 @@ class PagedStep:
         table[gathered:].copy_(filled)
         return table
 
-    def _pages(self, window: int, firsts: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _form_groups(self, window: int, firsts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Form the groups for a window; return the block tables of all groups, concatenated."""
         capacity, scratch = self.cache.capacity, self.cache.scratch_page
         if window in self._groups:
             return np.full(capacity.gathered_pages, scratch)
         lengths = [-(-chunk.end // capacity.page_tokens) for chunk in self.chunks] - firsts
         groups, tables, offset = [], list[NDArray[np.int64]](), 0
-        for start, stop in self._runs(lengths.tolist()):
+        for start, stop in self._group_ranges(lengths.tolist()):
             is_several, row = stop - start > 1, int(self.offsets[start])
             number = min(power(stop - start), self.num_tokens)
             pages = capacity.padded_pages(int(lengths[start:stop].max()))
             table = np.full((number, pages), scratch)
-            tile = self._tile(row, stop - start, 0, pages)
+            tile = self._make_tile(row, stop - start, 0, pages)
             # Line i of the table is for row tile.first + i, and a tile at the end of the packed row
             # begins early. Of 16 rows with 7 sequences in rows 9 … 15, the tile has rows 8 … 15:
             # line 0, for a row of another chunk, keeps scratch pages.
@@ -225,7 +225,7 @@ class PagedStep:
                 table[line, :length] = self.chunks[index].pages[first : first + length]
             tiles: tuple[QueryTile, ...] = (tile,)
             if not is_several:
-                tiles = tuple(self._tiles(start, int(firsts[start]), window, pages))
+                tiles = tuple(self._cut_tiles(start, int(firsts[start]), window, pages))
             groups.append(SequenceGroup(number, pages, offset, tiles))
             tables.append(table.ravel())
             offset += table.size
@@ -236,7 +236,7 @@ class PagedStep:
     # table, padded to the longest. With lengths of 7, 7, 7, 8 and 20 pages the first four form a
     # group of 4 × 8 pages, as 20 is more than `_PADDING` times 7. The number of sequences is a
     # power of two: seven are padded to eight with scratch pages, of five only four form a group.
-    def _runs(self, lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    def _group_ranges(self, lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield ranges of chunks that form a group: one chunk, or several decoding sequences."""
         capacity, start = self.cache.capacity, 0
         while start < len(self.chunks):
@@ -256,7 +256,7 @@ class PagedStep:
     # 600 tokens from position 0 on, with pages of 16 and no window: tiles of 256, 256 and 88
     # queries, the last widened to 128 rows. They attend to 16, 32 and 40 pages: keys after a tile's
     # last query aren't multiplied, which saves up to half of the pairs of a long prompt.
-    def _tiles(self, index: int, first: int, window: int, pages: int) -> Iterator[QueryTile]:
+    def _cut_tiles(self, index: int, first: int, window: int, pages: int) -> Iterator[QueryTile]:
         """Cut a chunk into tiles, each without the pages that no query of the tile attends to."""
         chunk, size = self.chunks[index], self.cache.capacity.page_tokens
         for offset in range(0, len(chunk.tokens), PIECE_ROWS):
@@ -265,9 +265,9 @@ class PagedStep:
             skipped = max(0, (start - window + 1) // size - first) if window else 0
             seen = padded(-(-(start + number) // size) - first - skipped)
             row = int(self.offsets[index]) + offset
-            yield self._tile(row, number, skipped, min(seen, pages - skipped))
+            yield self._make_tile(row, number, skipped, min(seen, pages - skipped))
 
-    def _tile(self, row: int, number: int, skipped: int, pages: int) -> QueryTile:
+    def _make_tile(self, row: int, number: int, skipped: int, pages: int) -> QueryTile:
         """Make the tile of `number` queries from a row on, widened to a power of two of rows."""
         rows = min(power(number), self.num_tokens)
         first = max(0, min(row, self.num_tokens - rows))

@@ -163,7 +163,10 @@ class Mover:
     def bring(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return a call's arguments with their tensors on the device, now the current one."""
+        """Return a call's arguments with their tensors on the device.
+
+        Inside a top-level call the device also becomes the current one.
+        """
         device = self._device
         stack = self._frames.stack
         if stack and stack[-1].stage is not device:

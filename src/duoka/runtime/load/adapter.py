@@ -63,12 +63,12 @@ def read_adapter(directory: Path) -> LoraAdapter:
     for name, tensor in _read_tensors(path).items():
         match = _TENSOR.fullmatch(name)
         if match is None or tensor.ndim < 2 or not tensor.is_floating_point():
-            raise _of_another_kind(directory, f"it contains {name[:80]!r}")
+            raise _other_adapter_error(directory, f"it contains {name[:80]!r}")
         parts.setdefault(match["module"], {})[match["side"]] = tensor
         if match["embedding"]:
             embeddings.add(match["module"])
     layers = {
-        name: _layer(path, name, sides, config, is_embedding=name in embeddings)
+        name: _make_layer(path, name, sides, config, is_embedding=name in embeddings)
         for name, sides in parts.items()
     }
     if not layers:
@@ -90,14 +90,14 @@ def _refuse_other_kinds(directory: Path, config: Mapping[str, Any]) -> None:
     """Raise CheckpointError if the configuration is of an adapter other than plain LoRA."""
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise _of_another_kind(directory, f"peft_type is {str(kind)[:40]!r}")
+        raise _other_adapter_error(directory, f"peft_type is {str(kind)[:40]!r}")
     strange = [key for key in _OTHER_KINDS if config.get(key)]
     strange += [key for key, plain in _PLAIN.items() if config.get(key, plain[0]) not in plain]
     if strange:
-        raise _of_another_kind(directory, f"{strange[0]} is {str(config[strange[0]])[:40]!r}")
+        raise _other_adapter_error(directory, f"{strange[0]} is {str(config[strange[0]])[:40]!r}")
 
 
-def _of_another_kind(directory: Path, fact: str) -> CheckpointError:
+def _other_adapter_error(directory: Path, fact: str) -> CheckpointError:
     """Return the error for an adapter other than plain LoRA, as shown by a fact."""
     return CheckpointError(
         f"{directory} has an adapter other than plain LoRA: {fact}",
@@ -105,7 +105,7 @@ def _of_another_kind(directory: Path, fact: str) -> CheckpointError:
     )
 
 
-def _layer(
+def _make_layer(
     path: Path,
     name: str,
     sides: Mapping[str, Tensor],
@@ -117,19 +117,19 @@ def _layer(
     if len(sides) < 2:
         raise CheckpointError(f"{path} has only one of lora_A and lora_B for {name}", hint=_UNLIKE)
     down, up = sides["A"], sides["B"]
-    rank = _setting(path, config, "r", "rank_pattern", name)
+    rank = _get_setting(path, config, "r", "rank_pattern", name)
     if not len(down) == up.shape[1] == rank:
         raise CheckpointError(
             f"{path} has lora_A {list(down.shape)} and lora_B {list(up.shape)} for {name}, and its "
             f"rank is {rank:g}",
             hint=_UNLIKE,
         )
-    alpha = _setting(path, config, "lora_alpha", "alpha_pattern", name)
+    alpha = _get_setting(path, config, "lora_alpha", "alpha_pattern", name)
     scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return LowRank(down=down, up=up, scaling=scaling, is_embedding=is_embedding)
 
 
-def _setting(path: Path, config: Mapping[str, Any], key: str, pattern: str, name: str) -> float:
+def _get_setting(path: Path, config: Mapping[str, Any], key: str, pattern: str, name: str) -> float:
     """Return the setting `key` for a module; the first matching entry of `pattern` overrides."""
     value: Any = config.get(key)
     patterns = config.get(pattern) or {}

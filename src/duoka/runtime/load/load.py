@@ -68,7 +68,7 @@ def load_weights(
     generation = _generation_config(checkpoint)
     sources, recipe = _match(model, checkpoint)
     with nothing_left(devices.values(), TensorSnapshot(model).restore):
-        _fill(model, devices, recipe, sources, progress)
+        _fill_model(model, devices, recipe, sources, progress)
     if generation is not None and hasattr(model, "generation_config"):
         model.__dict__["generation_config"] = generation
     model.eval()
@@ -138,7 +138,7 @@ def _can_cast(source: torch.dtype, target: torch.dtype) -> bool:
     )
 
 
-def _fill(
+def _fill_model(
     model: nn.Module,
     devices: Mapping[str, torch.device],
     recipe: Recipe,
@@ -154,14 +154,14 @@ def _fill(
     initialize_derived(model, recipe)
     gaps = [
         f"{name} ({filler.filled.get(name, 0)} of {tensor.numel()} elements)"
-        for name, tensor in _expected(model, recipe).items()
+        for name, tensor in _tensors_to_fill(model, recipe).items()
         if filler.filled.get(name, 0) != tensor.numel()
     ]
     if gaps:
         raise LoadError(f"{len(gaps)} tensors were not filled exactly once: {', '.join(gaps)}")
 
 
-def _expected(model: nn.Module, recipe: Recipe) -> dict[str, Tensor]:
+def _tensors_to_fill(model: nn.Module, recipe: Recipe) -> dict[str, Tensor]:
     """Return the parameters and buffers that must be filled, under their first names."""
     filled, stated = recipe.targets, model.state_dict(keep_vars=True)
     buffers = {n: b for n, b in model.named_buffers() if n in stated and n in filled}
