@@ -62,7 +62,7 @@ class StageMicroBatch:
         self._around = AroundBlocks()
 
     def forward(self, interceptor: BlockInterceptor, run: Callable[[], Tensor]) -> Tensor | None:
-        """Run this stage's part of `forward`; return the loss in the last stage, else None."""
+        """Run this stage's part of `forward`; return its result in the last stage, else None."""
         try:
             with interceptor.deciding(self.call), self._around:
                 result = run()

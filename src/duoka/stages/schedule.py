@@ -2,8 +2,8 @@
 
 - sequential: one micro-batch after another
 - GPipe: all forward passes, then all backward passes (Huang et al., 2019)
-- 1F1B: backward passes as soon as they can run; a device holds at most as many micro-batches
-  between forward and backward as there are devices from it to the end of the pipeline
+- 1F1B: backward passes as soon as they can run; a stage holds at most as many micro-batches between
+  forward and backward as there are devices from its own to the end of the pipeline
   (PipeDream-Flush; Narayanan et al., 2021)
 
 The order is found by simulating a step whose stages all take the same time: each device takes the

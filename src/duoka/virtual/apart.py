@@ -107,7 +107,7 @@ def in_fork(function: Callable[[], _Result], *, patience_seconds: int = 60) -> _
 def _is_asleep(pid: int) -> bool:
     """Return True if all threads of a process sleep, and no child process runs.
 
-    A zombie counts as asleep, too: a process of its own could still send the result.
+    A zombie counts as asleep, too: a child process of the zombie could still send the result.
     """
     with suppress(OSError):  # the process or a thread has ended meanwhile
         return all(

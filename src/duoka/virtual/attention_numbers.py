@@ -65,7 +65,7 @@ def attend(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     out, rows = _aten._scaled_dot_product_flash_attention_for_cpu(
         *padded, 0.0, inputs.is_causal, attn_mask=inputs.bias, scale=inputs.scale
     )
-    if out.shape[3] != head_dim:  # cut off padding; lay out as the kernel: heads side by side
+    if out.shape[3] != head_dim:  # cut off padding; lay out heads of a token side by side
         out = out[..., :head_dim].transpose(1, 2).contiguous().transpose(1, 2)
     return out, rows
 
