@@ -1,7 +1,7 @@
-"""Devices in torch: virtual GPUs are made, real ones checked, and their memory is queried.
+"""Devices in torch: creates virtual GPUs, checks real GPUs, and queries the memory of both.
 
-One function serves every kind of device, through torch's own module for it. The GPUs of a machine
-and their users aren't known here: `Fleet.detect` asks the driver.
+Each function serves every type of device, through torch's module for that type. This module doesn't
+detect a machine's GPUs or the processes on them: `Fleet.detect` queries the driver.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NO_CUDA = 'without a GPU, use virtual ones: --gpus "virtual:2x24GiB"'
 
 
 def materialise(fleet: Fleet, *, data: str = "cpu") -> None:
-    """Make the virtual devices of a fleet, and check the existence of the others.
+    """Create the virtual GPUs of a fleet, and check that torch has its other devices.
 
     Virtual GPUs that exist with the same budgets stay, with the tensors on them.
     """
@@ -36,7 +36,7 @@ def materialise(fleet: Fleet, *, data: str = "cpu") -> None:
             virtual_budgets[index] = device.budget_bytes
         elif kind == "cuda":
             _refuse_absent(index)
-            _refuse_other(device, index)
+            _refuse_changed(device, index)
         elif kind != "cpu":
             raise FleetError(
                 f"{device.name} is not a supported device", hint="torch supports cuda:N and cpu"
@@ -55,21 +55,23 @@ def give_back() -> None:
 
 
 def _parse(name: str) -> tuple[str, int]:
+    """Split a device's name into its type and its index, 0 by default."""
     kind, _, index = name.partition(":")
     return kind, int(index or 0)
 
 
 def _refuse_absent(index: int) -> None:
+    """Raise FleetError if torch has no CUDA GPU with this index."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= count:
         gpus = f"it sees {count}" if count else "it sees no CUDA GPU"
         raise FleetError(f"torch has no cuda:{index}: {gpus}", hint=_NO_CUDA)
 
 
-def _refuse_other(device: Device, index: int) -> None:
-    """Refuse a GPU with another UUID than the device's: CUDA's numbers change, UUIDs don't."""
+def _refuse_changed(device: Device, index: int) -> None:
+    """Raise FleetError if torch's GPU has another UUID than the plan's: CUDA's indices change."""
     if not device.uuid:
-        return  # a declared device: any GPU is meant
+        return  # a declared device: any GPU may serve
     properties = torch.cuda.get_device_properties(index)
     if device.uuid.lower().startswith("mig-"):
         # torch may report the UUID of the whole GPU; the driver reports that of the instance.
@@ -87,13 +89,15 @@ def _refuse_other(device: Device, index: int) -> None:
 
 
 def _make_virtual(budgets_bytes: dict[int, int], data: str, generation: GpuGeneration) -> None:
-    # A fleet may name vgpu:2 alone; lower ones exist then, and can hold nothing.
+    """Create virtual GPUs, unless they exist with the same capacities, data and generation."""
+    # A fleet may name vgpu:2 alone; vgpu:0 and vgpu:1 then exist with a capacity of one byte.
     capacities = [budgets_bytes.get(index, 1) for index in range(max(budgets_bytes) + 1)]
-    if _virtual_now() != (capacities, data, generation):
+    if _current_virtual_gpus() != (capacities, data, generation):
         virtual.set_gpus(capacities, data=data, generation=generation)
 
 
-def _virtual_now() -> tuple[list[int | None], str, GpuGeneration] | None:
+def _current_virtual_gpus() -> tuple[list[int | None], str, GpuGeneration] | None:
+    """Return capacities, data and generation of the virtual GPUs; None without virtual GPUs."""
     try:
         world = virtual.active_world()
     except VirtualDeviceError:
@@ -103,7 +107,7 @@ def _virtual_now() -> tuple[list[int | None], str, GpuGeneration] | None:
 
 
 def peak_bytes(device: str | torch.device) -> PeakBytes | None:
-    """Return a device's memory peaks since `reset_peaks`; None without an allocator."""
+    """Return a device's memory peaks since `reset_peaks`; None without statistics (the CPU)."""
     backend = _backend(device)
     if not hasattr(backend, "max_memory_reserved"):
         return None
@@ -115,7 +119,7 @@ def peak_bytes(device: str | torch.device) -> PeakBytes | None:
 
 
 def memory_now(device: str | torch.device) -> tuple[int, int]:
-    """Return the allocated and the reserved bytes now; 0 without an allocator."""
+    """Return a device's allocated and reserved bytes now; 0 without statistics (the CPU)."""
     backend = _backend(device)
     if not hasattr(backend, "memory_reserved"):
         return 0, 0
@@ -123,7 +127,7 @@ def memory_now(device: str | torch.device) -> tuple[int, int]:
 
 
 def free_bytes(device: str | torch.device) -> int:
-    """Return the free bytes of a device with an allocator."""
+    """Return the free bytes of a real or virtual GPU."""
     free: int = _backend(device).mem_get_info(device)[0]
     return free
 
@@ -142,14 +146,14 @@ def reset_peaks(device: str | torch.device) -> None:
 
 
 def make_current(device: str | torch.device) -> None:
-    """Make a device the current device of its kind."""
+    """Make a device the current device of its type."""
     backend = _backend(device)
     if hasattr(backend, "set_device"):
         backend.set_device(device)
 
 
 def can_pin(device: str | torch.device) -> bool:
-    """Return True if copies to a device are faster from pinned memory of the host."""
+    """Return True if copies to a device are faster from pinned host memory."""
     return torch.device(device).type == "cuda"
 
 
@@ -161,5 +165,6 @@ def synchronize(device: str | torch.device) -> None:
 
 
 def _backend(device: str | torch.device) -> Any:
+    """Return torch's module for a device's type, as `torch.cuda`; None for meta."""
     kind = torch.device(device).type
     return None if kind == "meta" else torch.get_device_module(kind)

@@ -1,7 +1,7 @@
-"""Drawing tokens: the work of a device that samples a token from each row of logits.
+"""Drawing tokens: the operations by which a device samples a token from each row of logits.
 
-All rows are computed alike, whatever their parameters, so that the memory follows from the number
-of rows alone. Requests aren't known here.
+Every row goes through the same operations, whatever its sampling parameters, so that the memory
+depends on the number of rows alone. This module knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -25,59 +25,60 @@ def draw(
     min_p: Tensor,
     numbers: Tensor,
 ) -> Tensor:
-    """Draw a token of each row of logits, [rows, vocabulary].
+    """Sample one token from each row of logits, [rows, vocabulary]; return the tokens, [rows].
 
-    Probabilities are sorted in falling order, filtered, and summed up; the token is drawn in whose
-    share of the sum the row's number falls. With probabilities 0.5, 0.3, 0.2 the number 0.6 draws
-    the second token.
+    A row's probabilities are sorted in descending order, filtered, and summed up cumulatively. The
+    row's number selects the token in whose interval of the sum it falls: with probabilities 0.5,
+    0.3, 0.2 the number 0.6 draws the second token.
 
     Parameters
     ----------
     logits : Tensor
     temperatures, top_k, top_p, min_p : Tensor
-        [rows, 1]
+        Sampling parameters of each row, [rows, 1].
     numbers : Tensor
-        From 0 to below 1, [rows, 1].
+        Random numbers from 0 to below 1, [rows, 1].
     """
-    # Inverse transform sampling. Probabilities 0.5, 0.3, 0.15, 0.05 with top_p 0.7: likelier tokens
-    # sum up to 0, 0.5, 0.8, 0.95, so the last two are dropped, and `sums` is 0.5, 0.8, 0.8, 0.8.
+    # Inverse transform sampling. Probabilities 0.5, 0.3, 0.15, 0.05 with top_p 0.7: the tokens
+    # before each sum up to 0, 0.5, 0.8, 0.95, so the last two are dropped; `sums` is 0.5, 0.8, 0.8,
+    # 0.8.
     # The number 0.9 becomes 0.9 * 0.8 = 0.72, in the share of the second token (0.5 to 0.8).
     ordered, tokens = logits.sort(dim=-1, descending=True)
-    # The largest one becomes 0, so that exponents stay in range at any temperature.
+    # The largest logit becomes 0, so that exponents stay in range at any temperature.
     probabilities = torch.softmax((ordered - ordered[:, :1]) / temperatures, dim=-1)
     ranks = torch.arange(logits.shape[-1], device=logits.device)
     probabilities = probabilities.masked_fill(ranks >= top_k, 0.0)
     probabilities /= probabilities.sum(dim=-1, keepdim=True)
-    # A token is dropped when likelier ones sum up to top_p already; the likeliest one stays.
+    # A token is dropped if likelier tokens sum up to top_p already; the likeliest token stays.
     likelier = probabilities.cumsum(dim=-1) - probabilities
     threshold = min_p * probabilities[:, :1]
     is_dropped = ((likelier >= top_p) | (probabilities < threshold)) & (ranks > 0)
     sums = probabilities.masked_fill(is_dropped, 0.0).cumsum(dim=-1)
     places = torch.searchsorted(sums, numbers * sums[:, -1:], right=True)
-    # Rounding may put a number behind the last token.
+    # Rounding may put a number behind the last token that isn't dropped.
     last_place = (sums < sums[:, -1:]).sum(dim=-1, keepdim=True)
     return tokens.gather(-1, torch.minimum(places, last_place))[:, 0]
 
 
 class LogitChange(NamedTuple):
-    """A change of a logit: divided by `divisor` if positive, else multiplied; `addend` added."""
+    """A change of a logit: divided by `divisor` if positive, else multiplied; then add `addend`."""
 
     divisor: float = 1.0
     addend: float = 0.0
 
 
-# The smallest number, and not minus infinity, which is for tokens that a grammar excludes.
+# The smallest finite number: minus infinity marks tokens that a grammar excludes (`mask`).
 BANNED = LogitChange(1.0, torch.finfo(torch.float32).min)
 
 
 def change(logits: Tensor, changes: Sequence[tuple[int, int, LogitChange]]) -> None:
-    """Change logits, [rows, vocabulary], in place: each row and token at most once.
+    """Change logits, [rows, vocabulary], in place, by (row, token, change), each at most once.
 
-    `_CHANGED` of them are changed at a time, padding included.
+    Changes are made `_CHANGED` at a time, with padding, so that each time takes the same memory.
     """
     for start in range(0, len(changes), _CHANGED):
         part = changes[start : start + _CHANGED]
-        padding = [(0, _CHANGED - len(part)), (0, 0)]  # with the last one: twice is the same
+        padding = [(0, _CHANGED - len(part)), (0, 0)]  # repeats the last change
         places = np.pad(np.array([pair[:2] for pair in part], np.int64), padding, "edge")
         numbers = np.pad(np.array([pair[2] for pair in part], np.float32), padding, "edge")
         where = torch.from_numpy(places).to(logits.device)
@@ -90,7 +91,10 @@ def change(logits: Tensor, changes: Sequence[tuple[int, int, LogitChange]]) -> N
 
 
 def mask(logits: Tensor, octets: bytes) -> None:
-    """Mask all but the allowed tokens, in place: a bit for each token, the lowest first."""
+    """Set the logits of all but the allowed tokens to -inf, in place.
+
+    `octets` has a bit for each token of each row, lowest bit first: 1 allows the token.
+    """
     # The octet 0b00000101 and 1, 2, 4, …, 128 give 1, 0, 4, 0, …: tokens 0 and 2 are allowed.
     rows, vocabulary = logits.shape
     packed = torch.frombuffer(bytearray(octets), dtype=torch.uint8).to(logits.device)
@@ -100,16 +104,16 @@ def mask(logits: Tensor, octets: bytes) -> None:
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probabilities of the tokens, and of the likeliest tokens, with their ids."""
+    """Return log-probabilities of the given tokens, and of the likeliest tokens, with their ids."""
     logprobs = torch.log_softmax(logits, dim=-1)
     best = logprobs.topk(min(MOST_LOGPROBS, logits.shape[-1]), dim=-1)
     return logprobs.gather(-1, tokens[:, None]), best.values, best.indices
 
 
 def draw_in_every_way(logits: Tensor) -> None:
-    """Sample from rows of logits in every way, in turn.
+    """Run every path of sampling once: greedy, drawn, with changed logits, with log-probabilities.
 
-    A device that has memory for this has memory for any of the ways.
+    A device with enough memory for this has enough for any sampling parameters.
     """
     raw = logits.float()
     for is_changed in (False, True):

@@ -1,4 +1,4 @@
-"""Lost GPUs: errors of CUDA after which this process can compute nothing on its GPUs any more."""
+"""Lost GPUs: CUDA errors after which this process can't compute on its GPUs any more."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 
 from duoka.errors import GpuLostError
 
-_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, the one error of CUDA that passes
-# PyTorch raises what CUDA's libraries return as a RuntimeError; only its text tells.
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, the only CUDA error after which work goes on
+# PyTorch raises errors of CUDA's libraries as RuntimeError, recognizable by the text alone.
 _OF_LIBRARIES = re.compile(r"\b(CUDA|NCCL) error|\bCU[A-Z]+_STATUS_")
 
 
 def find_lost_gpu(error: BaseException | None, device: str = "") -> GpuLostError | None:
-    """Return the error of a lost GPU that is behind an error, or None.
+    """Return a GpuLostError if an error, or an error in its chain of causes, lost a GPU; else None.
 
-    Errors of CUDA are sticky, but for out of memory: each later call returns the same error.
-    `device` is the GPU of this process, where the process has a single one.
+    CUDA errors other than out of memory are sticky: every later call returns the same error.
+    `device` is named in the message: the GPU of this process, if the process has a single one.
     """
     while error is not None:
         if isinstance(error, GpuLostError):
@@ -34,6 +34,7 @@ def find_lost_gpu(error: BaseException | None, device: str = "") -> GpuLostError
 
 
 def _is_sticky(error: BaseException) -> bool:
+    """Return True for a CUDA error that every later call repeats."""
     if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
         return False
     if getattr(error, "error_code", None) == _OUT_OF_MEMORY:

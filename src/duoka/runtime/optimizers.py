@@ -1,7 +1,7 @@
-"""Optimizers, for the forecast's steps, the proof and training.
+"""Optimizers, for traced and checked training steps and for real training.
 
-AdamW in 8 bit is bitsandbytes': its update is one operator, which takes nothing beside the states
-and runs on CUDA, the CPU and virtual GPUs alike; torchao's is compiled for each of them.
+8-bit AdamW comes from bitsandbytes: its update is a single operator, which needs no memory beside
+the states and runs on CUDA, the CPU and virtual GPUs; torchao's is compiled for each device.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ def make_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     weight_decay: float = 0.0,
 ) -> torch.optim.Optimizer:
-    """Make the optimizer of a model's trained parameters here.
+    """Make the optimizer for the trained parameters of a model in this process.
 
     Parameters
     ----------
     model : nn.Module
-        Trained is what requires gradients; what is on the meta device is another process's.
+        Its parameters that require gradients are trained, except those on the meta device, which
+        belong to other processes.
     optimizer : {"adamw", "adamw8bit", "adafactor", "sgd"}
     lr : float
-        The learning rate; of Adafactor the most that a step changes a weight of size 1.
+        The learning rate; of Adafactor the largest change per step relative to a weight's size.
     betas : tuple of float
-        AdamW's, in 32 and in 8 bit.
+        Used by AdamW, in 32 and in 8 bit, and ignored by the others.
     weight_decay : float
-        For matrices; vectors (norms and biases) aren't decayed.
+        Applied to matrices; vectors (norms and biases) aren't decayed.
 
     Raises
     ------
     UsageError
-        If bitsandbytes isn't installed and its optimizer is wanted, or if SGD is to decay weights.
+        For "adamw8bit" if bitsandbytes isn't installed; for "sgd" with a weight decay.
     """
     trained = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
     groups: list[dict[str, Any]] = [
@@ -74,6 +75,7 @@ def update(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _adamw_8bit(groups: list[dict[str, Any]], **arguments: Any) -> torch.optim.Optimizer:
+    """Make bitsandbytes' 8-bit AdamW, imported only here; raise UsageError if not installed."""
     if find_spec("bitsandbytes") is None:
         raise UsageError(
             "the optimizer adamw8bit needs bitsandbytes, which isn't installed",

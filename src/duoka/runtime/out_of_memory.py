@@ -1,4 +1,4 @@
-"""Explaining a lack of memory: the code that allocated, the memory in use, and the plan's."""
+"""Explains out-of-memory errors: the code that allocated, the memory in use and as planned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from . import devices
 from .publisher import Publisher
 
 _PACKAGES = Path(torch.__file__).parents[1]
-# Frames that pass a call on; the frame of the model's code is reported.
+# Frames of these packages only pass a call on; the innermost frame of other code is reported.
 _BETWEEN = (str(_PACKAGES / "torch"), *(
     str(Path(__file__).parents[1] / name) for name in ("runtime", "virtual", "engine", "stages")
 ))  # fmt: skip
@@ -26,12 +26,12 @@ _DEVICE = re.compile(r"\bGPU (\d+) has a total")
 def explain(error: Exception, publisher: Publisher | None) -> Exception:
     """Add an explanation to an out-of-memory error; other errors stay as they are.
 
-    Call it where the error is caught, while its traceback still holds the tensors on the device.
-    `__notes__` gets the text, and `available_bytes` the bytes that this process could have on each
-    device in all; both go with the error to another process.
+    Call this where the error is caught, while its traceback still holds the tensors on the device.
+    The text is added to the error's `__notes__`. Its new attribute `available_bytes` has, for each
+    device, the bytes that this process has reserved plus the free ones. Both are pickled with it.
     """
     if isinstance(error, torch.OutOfMemoryError) and publisher is not None:
-        # Other threads change the caches that are looked at: that must not hide the error.
+        # The publisher may fail, as other threads change the caches: that must not hide the error.
         with suppress(Exception):
             _explain(error, publisher)
     return error
@@ -44,6 +44,7 @@ def describe(error: Exception) -> str:
 
 
 def _explain(error: Exception, publisher: Publisher) -> None:
+    """Add the note for the device in the error's text, or for all devices if none is named."""
     match = _DEVICE.search(str(error))
     looks = publisher.look()
     failed = [k for k in looks if match and k.measured.device.endswith(f":{match[1]}")] or looks
@@ -51,9 +52,9 @@ def _explain(error: Exception, publisher: Publisher) -> None:
     for look in looks:
         free = devices.free_bytes(look.measured.device)
         available[look.measured.device] = look.measured.reserved_bytes + free
-    lines = [_request(error, publisher)]
+    lines = [_describe_request(error, publisher)]
     for look in failed:
-        lines.append(_filled(look.measured, look.forecast))
+        lines.append(_describe_memory(look.measured, look.forecast))
         missing = look.forecast.budget_bytes - available[look.measured.device]
         if missing > 0:
             lines.append(f"other programs use {format_bytes(missing)} of the planned memory")
@@ -61,25 +62,26 @@ def _explain(error: Exception, publisher: Publisher) -> None:
     error.available_bytes = available  # type: ignore[attr-defined]
 
 
-def _request(error: Exception, publisher: Publisher) -> str:
-    """Name the allocating line of the model's code, and its module."""
+def _describe_request(error: Exception, publisher: Publisher) -> str:
+    """Return the line of model code that allocated, and the innermost module that was running."""
     names = {id(module): name for name, module in publisher.model.named_modules()}
     line, module = "", ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
         if not file.startswith(_BETWEEN):
-            line = f"{_short(file)}:{number}"
+            line = f"{_short_path(file)}:{number}"
         module = names.get(id(frame.f_locals.get("self")), module)
     return f"requested by {line or 'duoka'}" + (f", in {module}" if module else "")
 
 
-def _short(file: str) -> str:
+def _short_path(file: str) -> str:
+    """Return a file's path inside site-packages, or its name alone elsewhere."""
     path = Path(file)
     return str(path.relative_to(_PACKAGES)) if path.is_relative_to(_PACKAGES) else path.name
 
 
-def _filled(measured: StageBytes, forecast: StageBytes) -> str:
-    """Describe the memory of a device, by kind, beside the forecast."""
+def _describe_memory(measured: StageBytes, forecast: StageBytes) -> str:
+    """Describe a device's memory now by kind, each with the forecast in parentheses."""
     planned = {**forecast.kinds, "reserved": forecast.reserved_bytes}
     kinds = [
         f"{kind} {format_bytes(size)} ({format_bytes(planned[kind])})"

@@ -1,8 +1,8 @@
-"""Preparing a model for training, with unreached parameters frozen.
+"""Prepares a model for training: freezes parameters that get no gradient, and adds adapters.
 
-A tower is frozen where the sequences have no images, for example. The reached parameters are read
-off autograd's graph of a short forward pass, on a virtual GPU without data, before any weight is
-read.
+An image tower is frozen if the sequences have no images, for example. The parameters that get
+gradients are found in autograd's graph of a short forward pass, on a virtual GPU without data,
+before any weight is read.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _LEAF = "AccumulateGrad"
 def prepare_for_training(
     model: nn.Module, workload: Workload, *, has_adapters: bool = True
 ) -> ImagePrompts | None:
-    """Change a model in place so that a step of training can be run.
+    """Change a model in place so that training steps can run on it.
 
-    Return the prompts with the workload's images, if it has some.
+    Return the prompts with the workload's images; None for a workload without images.
     """
     assert workload.training is not None, "the workload is to train"
     prompts = prompts_for(model, workload.conditions)
@@ -45,15 +45,15 @@ def prepare_for_training(
 
 
 def find_unreached(model: nn.Module, prompts: ImagePrompts | None = None) -> list[str]:
-    """Return the names of modules and parameters that no sequence reaches, outermost only.
+    """Return the names of the outermost modules and parameters that get no gradient from the loss.
 
-    Experts count as reached: other tokens may choose them.
+    Experts count as reached, since other tokens may choose them.
     """
     bare: Any = without_data(model)
     freeze_quantized(bare)
     for parameter in bare.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
-    bare.eval()  # drops no layer
+    bare.eval()  # training mode may drop layers at random
 
     def trace(data: str) -> list[str]:
         copied = copy.deepcopy(bare)
@@ -66,19 +66,19 @@ def find_unreached(model: nn.Module, prompts: ImagePrompts | None = None) -> lis
             place(copied, Placement(entries=(("", str(device)),)))
             if data == "cpu":
                 invent_values(copied)
-            reached = _leaves(Learner(copied, workload, device, prompts).forward())
-            return list(_outermost(copied, reached))
+            reached = _reached_parameters(Learner(copied, workload, device, prompts).forward())
+            return list(_outermost_unreached(copied, reached))
 
     return virtual.with_values(trace, partial(parameter_bytes, bare))
 
 
-def _leaves(loss: torch.Tensor) -> set[int]:
-    """Return the ids of the parameters with gradients from a loss."""
+def _reached_parameters(loss: torch.Tensor) -> set[int]:
+    """Return the ids of the parameters that get gradients from a loss."""
     # Breadth first over autograd's graph, from the loss to its leaves: the nodes that accumulate
-    # gradients into parameters. What isn't reached gets no gradient, whatever the batch is.
+    # gradients into parameters. Other parameters get no gradient, whatever the batch contains.
     nodes: list[Any] = [loss.grad_fn]
     visited = set(nodes)
-    for node in nodes:  # the list grows
+    for node in nodes:  # which grows during the loop
         successors = {function for function, _ in getattr(node, "next_functions", ())}
         following = successors - visited - {None}
         visited |= following
@@ -86,7 +86,8 @@ def _leaves(loss: torch.Tensor) -> set[int]:
     return {id(node.variable) for node in nodes if type(node).__name__ == _LEAF}
 
 
-def _outermost(module: nn.Module, reached: set[int], path: str = "") -> Iterator[str]:
+def _outermost_unreached(module: nn.Module, reached: set[int], path: str = "") -> Iterator[str]:
+    """Yield the outermost modules and parameters without a reached parameter inside."""
     if "expert" in path.rpartition(".")[2]:
         return
     prefix = f"{path}." if path else ""
@@ -96,6 +97,6 @@ def _outermost(module: nn.Module, reached: set[int], path: str = "") -> Iterator
     for name, child in module.named_children():
         inside = {id(parameter) for parameter in child.parameters() if parameter.requires_grad}
         if inside & reached:
-            yield from _outermost(child, reached, f"{prefix}{name}")
+            yield from _outermost_unreached(child, reached, f"{prefix}{name}")
         elif inside:
             yield f"{prefix}{name}"

@@ -1,4 +1,4 @@
-"""Prompts for a model, read before its weights and within the planned limits."""
+"""Reads prompts for a model within the limits of its plan; no weights are needed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from duoka.models.text.prompts import ChatFormat, chat_format
 
 
 class PromptTooLong(UsageError):
-    """The error for a prompt without enough memory."""
+    """Raised for a prompt longer than the plan has memory for."""
 
 
 def refuse_long(prompt_tokens: int, limit: int, *, new_tokens: int = 0) -> None:
-    """Raise PromptTooLong unless a prompt, with its answer if given, is within a limit."""
+    """Raise PromptTooLong if a prompt, plus the new tokens, has more tokens than a limit."""
     if prompt_tokens + new_tokens > limit:
         text, hint = f"the prompt has {prompt_tokens} tokens", "plan with a larger --context"
         if not new_tokens:
@@ -47,9 +47,9 @@ class PromptReader:
 
     @classmethod
     def open(cls, checkpoint: Checkpoint, workload: Workload) -> PromptReader:
-        """The reader of a checkpoint whose tokenizer is on this machine."""
+        """Make the reader of a checkpoint whose tokenizer is on this machine."""
         tokenizer = tokenizer_of(checkpoint)
-        # What code of a checkpoint's own reads of images, only that code knows.
+        # A checkpoint with model code of its own processes images in its own way.
         directory = None if checkpoint.builds_own_model else checkpoint.path
         chat = chat_format(tokenizer, checkpoint.config, checkpoint.generation_config, directory)
         return cls(tokenizer, chat, workload)
@@ -57,18 +57,18 @@ class PromptReader:
     def prompt(
         self, question: str, *, system: str | None = None, images: Sequence[Image] = ()
     ) -> list[int]:
-        """The token ids of a single question; with images an `ImagePrompt`."""
+        """Return the token ids of a single question; with images an `ImagePrompt`."""
         messages = [ChatMessage(role="system", content=system)] if system else []
         user = ChatMessage(role="user", content=question, images=tuple(images))
         return self.chat.prompt([*messages, user])
 
     def plain(self, text: str) -> list[int]:
-        """Return the token ids of a text to continue."""
+        """Return the token ids of a text to continue; special tokens in it are plain text."""
         ids: list[int] = self.tokenizer.encode(text, split_special_tokens=True)
         return ids
 
     def check_images(self, images: Sequence[Image]) -> None:
-        """Refuse images of a prompt beyond the planned number or size."""
+        """Raise UsageError for more or larger images in a prompt than planned."""
         planned, reader = self.workload, self.chat.images
         if not images:
             return
@@ -91,7 +91,7 @@ class PromptReader:
                 )
 
     def check(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Refuse prompts beyond the plan."""
+        """Raise UsageError for prompts that are empty, too long, or have too many images."""
         for prompt in prompts:
             if not prompt:
                 raise UsageError("a prompt is empty")
@@ -105,13 +105,13 @@ class PromptReader:
 
 
 def num_embeddings(model: PreTrainedModel) -> int | None:
-    """Return the rows of a model's embedding, if known."""
-    # Not its weight's: that may be in the host's memory.
+    """Return the rows of a model's input embedding; None if its module doesn't state them."""
+    # The module's own number: its weight may be elsewhere, in the host's memory.
     return getattr(model.get_input_embeddings(), "num_embeddings", None)
 
 
 def refuse_beyond(tokens: Iterable[int], rows: int | None) -> None:
-    """Refuse tokens beyond an embedding."""
+    """Raise UsageError for a token id outside an embedding of `rows` rows, None for unknown."""
     for token in tokens:
         if token < 0 or (rows is not None and token >= rows):
             known = "from 0 on" if rows is None else f"0 to {rows - 1}"

@@ -22,21 +22,21 @@ from duoka.report import live
 from . import devices
 
 _SECONDS = 1.0
-# A device's busy share is that of so many looks: a single step may be as long as a look.
+# Busy shares are averaged over so many samples: one step may take as long as a sample.
 _LOOKS = 5
 _DEEPEST = 6
 ByDevice = Callable[[], Mapping[str, float]]
 
 
 class BusyShares:
-    """The share of the last seconds in which each device has computed."""
+    """The share of the last seconds in which each device was computing."""
 
     def __init__(self, busy_seconds: ByDevice) -> None:
         self._busy_seconds = busy_seconds
         self._looks: deque[tuple[float, Mapping[str, float]]] = deque(maxlen=_LOOKS + 1)
 
     def __call__(self) -> dict[str, float]:
-        """Return the shares since some looks ago."""
+        """Take a sample; return the shares since the earliest kept sample, empty at first."""
         self._looks.append((time.monotonic(), self._busy_seconds()))
         (start, earlier), (now, seconds) = self._looks[0], self._looks[-1]
         if now == start:
@@ -50,16 +50,16 @@ class BusyShares:
 class Publisher:
     """Publishes the memory of a model on its devices, by kind, beside the plan's forecast.
 
-    Make it when the weights are loaded, and nothing else is: the allocated bytes are the weights
-    then. A thread publishes from `start` to `close`. Caches are found in the model's calls; an
-    optimizer's memory is its states and its parameters' gradients; all other bytes are activations.
+    Create it right after the weights are loaded: all bytes allocated then count as weights. A
+    thread publishes from `start` to `close`. KV caches are found among the arguments of the model's
+    calls, gradients and optimizer states in the optimizer; all other bytes count as activations.
 
     Parameters
     ----------
     plan : Plan
     model : nn.Module
     names : iterable of str
-        The plan's devices that this process has.
+        The plan's devices that this process uses.
     optimizer : Optimizer, optional
     busy_shares : callable, optional
         Returns the busy share of each device.
@@ -88,24 +88,25 @@ class Publisher:
         self._hook = model.register_forward_pre_hook(self._note_caches, with_kwargs=True)
         self._name = f"{id(self):x}"
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="duoka-publisher", daemon=True)
+        self._thread = threading.Thread(target=self._publish, name="duoka-publisher", daemon=True)
 
     def start(self) -> Self:
-        """Begin to publish."""
+        """Start the publishing thread."""
         self._thread.start()
         return self
 
     def close(self) -> None:
-        """End, and withdraw the last publication."""
+        """Stop the thread, and withdraw the last publication."""
         self._hook.remove()
         self._is_closed.set()
         if self._thread.is_alive():
             self._thread.join()
         live.withdraw_memory(self._name)
 
-    def _work(self) -> None:
-        # Nothing that goes wrong here may disturb the work: a full disk, a directory of another
-        # user's, a cache that changes while it is looked at.
+    def _publish(self) -> None:
+        """Publish every second until closed."""
+        # No failure here may disturb the process: a full disk, a directory of another user, a cache
+        # that changes while its tensors are listed.
         with suppress(Exception):
             live.read_memory()  # removes the files of killed processes
         while not self._is_closed.is_set():
@@ -114,7 +115,7 @@ class Publisher:
             self._is_closed.wait(_SECONDS)
 
     def look(self) -> list[live.LiveDevice]:
-        """Return the memory of each device now."""
+        """Return each device's memory now, by kind, with its forecast and busy share."""
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         kinds = {
             "kv_cache_bytes": _bytes_by_device(tuple(self._caches)),
@@ -127,14 +128,15 @@ class Publisher:
                 pid=os.getpid(),
                 model=self._model_name,
                 uuid=self._uuids[name],
-                measured=self._measured(name, {kind: kinds[kind][name] for kind in kinds}),
+                measured=self._measure(name, {kind: kinds[kind][name] for kind in kinds}),
                 forecast=forecast,
                 busy_share=shares.get(name),
             )
             for name, forecast in self._forecasts.items()
         ]
 
-    def _measured(self, name: str, kinds: dict[str, int]) -> StageBytes:
+    def _measure(self, name: str, kinds: dict[str, int]) -> StageBytes:
+        """Return a device's bytes now; bytes that belong to no other kind are activations."""
         allocated, reserved = devices.memory_now(name)
         weights = min(self._weights[name], allocated)
         return StageBytes(
@@ -149,13 +151,15 @@ class Publisher:
         )
 
     def _note_caches(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Before each call of the model, remember the caches among its arguments."""
         for name in (*CACHE_NAMES, "step"):
             cache = kwargs.get(name)
-            with suppress(TypeError):  # None, or a tuple of code from before there were caches
+            with suppress(TypeError):  # None, or older code's tuple: neither takes a weak reference
                 self._caches.add(getattr(cache, "cache", cache))
 
 
 def _bytes_by_device(values: Any) -> Counter[str]:
+    """Return the bytes of all tensors in nested containers, by device."""
     sizes: Counter[str] = Counter()
     for tensor in _tensors(values):
         sizes[str(tensor.device)] += tensor.nbytes

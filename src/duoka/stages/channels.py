@@ -1,8 +1,7 @@
 """Channels carry activations and gradients between stages, in a process or by torch.distributed.
 
-Between processes a tensor goes through the host's memory, and gloo: that works between any two
-GPUs, takes none of their memory, and a micro-batch's hidden states are few bytes beside the work of
-a stage on them.
+Between processes a tensor goes through the host's memory, by gloo. This works between any two GPUs
+and takes no GPU memory; the copies cost little beside a stage's work on a micro-batch.
 """
 
 from __future__ import annotations
@@ -21,7 +20,10 @@ _MOST_TRANSFERS = 2**12
 
 
 class TensorMessage(NamedTuple):
-    """The address of a tensor: a transfer from source to target, or its gradient coming back."""
+    """The identity of a sent tensor: transfer `transfer` of a micro-batch, or its gradient.
+
+    The tensor goes from stage `source` to stage `target`, its gradient back from target to source.
+    """
 
     source: int
     target: int
@@ -47,7 +49,7 @@ class Channel(Protocol):
         """Send a tensor, without waiting for the receiver."""
 
     def receive(self, message: TensorMessage, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Wait for a tensor, and return the tensor on the receiver's device."""
+        """Wait for a tensor, and return it on the receiver's device."""
 
 
 class LocalChannel:
@@ -58,7 +60,7 @@ class LocalChannel:
         self._messages: dict[TensorMessage, Tensor] = {}
 
     def send(self, message: TensorMessage, tensor: Tensor) -> None:
-        """See `Channel`. A copy, since either side may write to its own."""
+        """See `Channel`. The receiver gets a copy, since either stage may write to its tensor."""
         device = self._devices[message.receiver]
         self._messages[message] = (
             carry(tensor, device) if tensor.device != device else tensor.clone()
@@ -70,14 +72,14 @@ class LocalChannel:
 
 
 class ProcessChannel:
-    """A channel between processes; `waited_seconds` adds up the waiting for other processes.
+    """A channel between processes; `waited_seconds` is the total wait for other processes.
 
     Parameters
     ----------
     ranks : sequence of int
-        The process of each stage.
+        The rank of the process that has each stage.
     device : torch.device
-        This process's.
+        The device of this process.
     """
 
     def __init__(self, ranks: Sequence[int], device: torch.device) -> None:
@@ -93,22 +95,22 @@ class ProcessChannel:
         if rank == dist.get_rank():
             self._local.send(message, tensor)
             return
-        # gloo sends out of `host` later: `_pending` holds it until then.
-        host = torch.empty(tensor.shape, dtype=tensor.dtype)
-        host.copy_(tensor)
+        # gloo reads `buffer` after this returns: `_pending` keeps the buffer until then.
+        buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
+        buffer.copy_(tensor)
         self._pending = [entry for entry in self._pending if not entry[0].is_completed()]
-        self._pending.append((dist.isend(host, rank, tag=_tag(message)), host))
+        self._pending.append((dist.isend(buffer, rank, tag=_tag(message)), buffer))
 
     def receive(self, message: TensorMessage, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See `Channel`."""
         rank = self._ranks[message.sender]
         if rank == dist.get_rank():
             return self._local.receive(message, sizes, dtype)
-        host = torch.empty(sizes, dtype=dtype)
+        buffer = torch.empty(sizes, dtype=dtype)
         begin = time.perf_counter()
-        dist.recv(host, rank, tag=_tag(message))
+        dist.recv(buffer, rank, tag=_tag(message))
         self.waited_seconds += time.perf_counter() - begin
-        return host.to(self._device)
+        return buffer.to(self._device)
 
     def flush(self) -> None:
         """Wait until all sent tensors have arrived."""
@@ -121,5 +123,5 @@ class ProcessChannel:
 
 def _tag(message: TensorMessage) -> int:
     """Return a number that identifies a message within a step."""
-    place = message.micro_batch * _MOST_TRANSFERS + message.transfer
-    return 2 * place + message.is_gradient
+    number = message.micro_batch * _MOST_TRANSFERS + message.transfer
+    return 2 * number + message.is_gradient

@@ -1,4 +1,4 @@
-"""Running micro-batches through the stages of a process: all of them, or some."""
+"""Runs micro-batches through the stages of this process: all stages of a model, or some."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from .route import Route
 from .schedule import ScheduledPass
 
 Forward = Callable[[int, torch.device], Tensor]
-"""Calls the model with a micro-batch; returns the loss in the last stage."""
+"""Calls the model with micro-batch `number` on a device; returns the loss in the last stage."""
 
 
 class StagePipeline:
-    """Runs micro-batches through the stages of a model that this process has, by default all.
+    """Runs micro-batches through this process's stages of a model.
 
-    `devices` has the device of each stage; only those of this process's stages are used.
+    `devices` has the device of each stage of the model; `local` has the numbers of this process's
+    stages, by default all.
     """
 
     def __init__(
@@ -45,10 +46,10 @@ class StagePipeline:
         *,
         learns: bool = True,
     ) -> list[Tensor]:
-        """Run this process's passes in their order; return the losses of the last stage.
+        """Run the passes of this process's stages in order; return the losses of the last stage.
 
-        `routes` has the route of each micro-batch. Without `learns` there is no backward, and
-        nothing is kept for a backward pass.
+        `routes` has the route of each micro-batch. If `learns` is False, `passes` has no backward
+        passes, and nothing is kept for them. Without the last stage here the list is empty.
         """
         running: dict[tuple[int, int], tuple[StageMicroBatch, Tensor | None]] = {}
         losses: list[Tensor] = []

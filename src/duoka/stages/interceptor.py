@@ -1,6 +1,6 @@
 """Intercepting the calls of a model's blocks, and of modules that contain blocks.
 
-Blocks get the class of `runtime.dispatch.classes`, as they do from movers and streamed weights.
+Blocks get a subclass by `runtime.dispatch.classes`, as for movers and streamed weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from duoka.runtime.dispatch.place_tensors import devices_by_name
 
 
 class PlacedBlock(NamedTuple):
-    """A module with a device; a container of blocks has the device of its first block."""
+    """A block, or a container of blocks with the device of its first block.
+
+    `caches` are the positions and names of a container's arguments that take a cache.
+    """
 
     name: str
     device: str
@@ -30,13 +33,13 @@ class PlacedBlock(NamedTuple):
 
 
 Decider = Callable[[PlacedBlock, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Runs the call of a block with its arguments, or not, and returns its outputs."""
+"""Gets a block's call and its arguments, runs the call or not, and returns the outputs."""
 
 
 class BlockInterceptor:
     """Hands the calls of a model's blocks to a decider, inside the scope of `deciding`.
 
-    Elsewhere, and in regions that backward computes again, blocks run as ever.
+    Outside the scope, as in checkpointed regions that backward recomputes, blocks run unchanged.
     """
 
     def __init__(self, model: nn.Module, placement: Placement) -> None:
@@ -49,7 +52,7 @@ class BlockInterceptor:
             is_container = name in containers
             caches = caches_of(module) if is_container else frozenset[int | str]()
             block = PlacedBlock(name, str(device), is_container, caches)
-            module.__dict__[AROUND] = partial(self._call, block)
+            module.__dict__[AROUND] = partial(self._intercept, block)
             update_class(module)
 
     @contextmanager
@@ -62,9 +65,10 @@ class BlockInterceptor:
         finally:
             self._decider = None
 
-    def _call(
+    def _intercept(
         self, block: PlacedBlock, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
+        """Run a call by the decider, if there is one; calls inside a block aren't intercepted."""
         decider = self._decider
         if decider is None:
             return forward(*args, **kwargs)
@@ -72,7 +76,6 @@ class BlockInterceptor:
             return decider(block, forward, args, kwargs)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            # Calls inside of a block are not intercepted.
             self._decider = None
             try:
                 return forward(*args, **kwargs)

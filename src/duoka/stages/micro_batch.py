@@ -4,9 +4,9 @@
     embed → layer 0 ──hidden──▶ (leaf) layer 1 → loss
             edge ◀──gradient─── (leaf).grad
 
-Tensors from other stages are leaves of this stage's graph: their gradients go back to the sender.
-Sent tensors are where this stage's backward begins, with the gradients that come back. Of a sent
-tensor only the edge in the graph is kept, not the tensor.
+Tensors received from other stages are leaves of this stage's autograd graph: their gradients go
+back to the sender. This stage's backward begins at the sent tensors, with the gradients that their
+receivers send back. Of a sent tensor only its edge in the graph is kept, not its data.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _UNPLANNED = -1
 
 
 class StageMicroBatch:
-    """A micro-batch in one stage of a route, on the device of the stage."""
+    """Runs one micro-batch through one stage of a route, on the device of the stage."""
 
     def __init__(
         self,
@@ -53,40 +53,40 @@ class StageMicroBatch:
         self._last_call = route.last_calls()[stage]
         self._last_uses = route.last_uses()
         self._next_call = 0
-        # By transfer: received tensors, the edges of sent tensors in the graph, and the gradients
-        # of received tensors.
+        # By number of the transfer: received tensors still in use; all numbers received so far; the
+        # graph edge of each sent tensor, None without a gradient; gradients of received tensors.
         self._received: dict[int, Tensor] = {}
-        self._taken: set[int] = set()
+        self._received_numbers: set[int] = set()
         self._sent: dict[int, GradientEdge | None] = {}
         self._gradients: dict[int, Tensor] = {}
         self._around = AroundBlocks()
 
     def forward(self, interceptor: BlockInterceptor, run: Callable[[], Tensor]) -> Tensor | None:
-        """Run this stage's part; in the last stage return the model's outputs."""
+        """Run this stage's part of `forward`; return its result in the last stage, else None."""
         try:
             with interceptor.deciding(self.call), self._around:
                 result = run()
-        except _Left:
+        except _LeaveForward:
             return None
         finally:
             self._received.clear()
         return result if self._stage == self._route.num_stages - 1 else None
 
     def abandon(self) -> None:
-        """After a failure receive all tensors, and send zeros, so that no other stage waits."""
+        """After a failure receive all other tensors and send zeros, so that no stage waits."""
         for number, transfer in enumerate(self._route.transfers):
-            if transfer.target == self._stage and number not in self._taken:
-                with suppress(torch.OutOfMemoryError):  # the message has been taken then
+            if transfer.target == self._stage and number not in self._received_numbers:
+                with suppress(torch.OutOfMemoryError):  # raised after the message was received
                     self._receive(number)
             if transfer.source == self._stage and number not in self._sent:
                 zeros = torch.zeros(transfer.shape.sizes, dtype=transfer.shape.dtype)
                 self._channel.send(self._message(number), zeros)
 
     def backward(self, loss: Tensor | None = None) -> None:
-        """Run this stage's part of backward, and send gradients back to the sources."""
-        # Backward begins at all roots at once: the loss in the last stage, else the edges of the
-        # sent tensors, each with the gradient that its receiver has sent back. Leaves that came
-        # from other stages have caught their gradients then (`_Arrival`), which go to the sources.
+        """Run this stage's part of backward, and send gradients to the stages of its inputs."""
+        # Backward begins at all roots at once: the loss in the last stage, and the edges of the
+        # sent tensors, each with the gradient that its receiver has sent back. Afterwards the
+        # gradients of received tensors, caught by `_Arrival`, are sent to their source stages.
         route = self._route
         roots: list[Any] = []
         gradients: list[Tensor | None] = []
@@ -118,29 +118,29 @@ class StageMicroBatch:
     def call(
         self, block: PlacedBlock, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """Run a call of the route, or not; see `BlockInterceptor`."""
+        """Decide on a call of the route: run it, or return placeholders; see `Decider`."""
         index = self._next_call
         self._next_call += 1
         calls = self._route.calls
         if index >= len(calls) or calls[index].block != block.name:
-            raise _other_course(block)
+            raise _differs_from_trace(block)
         call = calls[index]
         # Every process makes all calls of the route. Each tensor among the arguments is paired with
-        # its planned arrival: a number of a transfer is sent by the source's process, received by
-        # the target's, and passed over in any other; None is a tensor at home.
+        # its planned arrival: the number of a transfer, which the source stage sends, the target
+        # stage receives and any other ignores; or None for a tensor that doesn't cross.
         arrivals = iter(call.arrivals)
 
         def passed(tensor: Tensor) -> Tensor:
             number = next(arrivals, _UNPLANNED)
             if number == _UNPLANNED:
-                raise _other_course(block)
-            return self._passed(number, tensor)
+                raise _differs_from_trace(block)
+            return self._send_or_receive(number, tensor)
 
         args, kwargs = mapped_call(args, kwargs, passed, block.caches)
         for number in [n for n in self._received if self._last_uses[n] == index]:
             del self._received[number]
         if index == self._last_call and call.stage != self._stage:
-            raise _Left
+            raise _LeaveForward
         if block.is_container:
             return forward(*args, **kwargs)
         if call.stage == self._stage:
@@ -153,13 +153,17 @@ class StageMicroBatch:
     def _run(
         self, block: PlacedBlock, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
+        """Run a block of this stage, outside the mode of code around blocks."""
         if any(map(is_elsewhere, tensors_in((args, kwargs)))):
             raise unstageable(f"{block.name} needs a tensor of another stage that wasn't sent")
         with self._around.paused():
             return forward(*args, **kwargs)
 
-    def _passed(self, number: int | None, tensor: Tensor) -> Tensor:
-        """Return an argument as a call gets it; send or receive the tensor where it crosses."""
+    def _send_or_receive(self, number: int | None, tensor: Tensor) -> Tensor:
+        """Send or receive a tensor argument, if this stage is the source or target of its transfer.
+
+        Return the received tensor in the target stage, else the given one.
+        """
         if number is None:
             return tensor
         transfer = self._route.transfers[number]
@@ -175,11 +179,11 @@ class StageMicroBatch:
         if transfer.target != self._stage:
             return tensor
         if number not in self._received:
-            self._received[number] = self._arrived(number)
+            self._received[number] = self._receive_leaf(number)
         return self._received[number]
 
-    def _arrived(self, number: int) -> Tensor:
-        """Receive a transfer, as a leaf of this stage's graph."""
+    def _receive_leaf(self, number: int) -> Tensor:
+        """Receive a transfer as a leaf of this stage's graph, if its gradient is needed."""
         if not (self._learns and self._route.transfers[number].requires_grad):
             return self._receive(number)
 
@@ -189,9 +193,10 @@ class StageMicroBatch:
         return arrived
 
     def _receive(self, number: int, *, is_gradient: bool = False) -> Tensor:
+        """Receive the tensor of a transfer, or the gradient of a sent one."""
         shape = self._route.transfers[number].shape
         if not is_gradient:
-            self._taken.add(number)
+            self._received_numbers.add(number)
         return self._channel.receive(
             self._message(number, is_gradient=is_gradient), shape.sizes, shape.dtype
         )
@@ -201,12 +206,14 @@ class StageMicroBatch:
         return TensorMessage(transfer.source, transfer.target, number, self._number, is_gradient)
 
     def _placeholder(self, value: Any) -> Any:
+        """Replace a `Shape` by a placeholder; return other values as they are."""
         if not isinstance(value, Shape):
             return value
-        return Placeholder.of(_bare(value), self._device)
+        return Placeholder.of(_meta_tensor(value), self._device)
 
 
-def _other_course(block: PlacedBlock) -> ModelError:
+def _differs_from_trace(block: PlacedBlock) -> ModelError:
+    """Return the error for a call that the traced route doesn't have."""
     return ModelError(
         f"the model called {block.name} differently from its trace",
         hint="pipeline stages need code that doesn't depend on the values of a batch",
@@ -214,9 +221,10 @@ def _other_course(block: PlacedBlock) -> ModelError:
 
 
 # The anchor is an empty tensor that requires gradients, so that autograd records this function. A
-# real leaf wouldn't do: autograd refuses to change a leaf that requires gradients in place.
+# real leaf wouldn't do: model code may change the received tensor in place, which autograd refuses
+# for a leaf that requires gradients.
 class _Arrival(torch.autograd.Function):
-    """A leaf whose tensor comes from another stage; the model's code may write to the tensor."""
+    """Receives a tensor in forward, and keeps its gradient for the sender in backward."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, micro_batch: StageMicroBatch, number: int) -> Tensor:
@@ -229,12 +237,12 @@ class _Arrival(torch.autograd.Function):
         return None, None, None
 
 
-class _Left(BaseException):  # model code must not catch it
-    """Leaves `forward`: this stage has nothing more to do."""
+class _LeaveForward(BaseException):  # model code must not catch it
+    """Raised to leave `forward` when this stage has nothing more to run or send."""
 
 
 @lru_cache(2**12)
-def _bare(shape: Shape) -> Tensor:
-    """Return a tensor without data, shared by all callers, made outside of any mode."""
+def _meta_tensor(shape: Shape) -> Tensor:
+    """Return a meta tensor of a shape, made outside inference mode and shared by all callers."""
     with torch.inference_mode(False):
         return torch.empty(shape.sizes, dtype=shape.dtype, device="meta")

@@ -1,9 +1,9 @@
-"""Placeholders: tensors of another stage, of which a process knows shape, type and device.
+"""Placeholders: tensors of another stage, of which a process knows shape, dtype and device.
 
-Results computed from a placeholder are placeholders: code around the blocks of other stages runs as
-if they were here, and computes nothing. Parameters of other stages, which are on the meta device,
-count as placeholders. A placeholder reports the process's own device, so that tensors that code
-makes there like it (masks, positions) are real.
+Results computed from a placeholder are placeholders: code around the blocks of other stages runs,
+but only infers shapes. Parameters of other stages, which are on the meta device, count as
+placeholders. A placeholder reports this process's device, so that masks and positions that model
+code makes on the placeholder's device are real tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from duoka.runtime.dispatch.arguments import tensors_in
 
 
 class Placeholder(Tensor):
-    """A tensor of another stage; `shape_only` is on the meta device."""
+    """A stand-in for a tensor of another stage; `shape_only` is its shape on the meta device."""
 
     shape_only: Tensor
 
@@ -32,7 +32,7 @@ class Placeholder(Tensor):
 
     @staticmethod
     def of(shape_only: Tensor, device: torch.device) -> Placeholder:
-        """Make a placeholder on a device."""
+        """Make a placeholder with the geometry of a meta tensor, which reports a device."""
         wrapped: Placeholder = Tensor._make_wrapper_subclass(
             Placeholder,
             shape_only.shape,
@@ -48,15 +48,15 @@ class Placeholder(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return _without_values(func, args, kwargs or {})
+        return _run_on_meta(func, args, kwargs or {})
 
     def tolist(self) -> Any:
         """Refuse: the values are unknown here."""
-        raise _unknown("tolist")
+        raise _unknown_values("tolist")
 
 
 class AroundBlocks(TorchDispatchMode):
-    """The mode of code around blocks: tensors on meta count as placeholders."""
+    """The dispatch mode for code around blocks, in which meta tensors count as placeholders."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -66,7 +66,7 @@ class AroundBlocks(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if any(map(is_elsewhere, tensors_in([args, kwargs]))):
-            return _without_values(func, args, kwargs)
+            return _run_on_meta(func, args, kwargs)
         return func(*args, **kwargs)
 
     @contextmanager
@@ -81,7 +81,7 @@ class AroundBlocks(TorchDispatchMode):
 
 
 def is_elsewhere(value: object) -> bool:
-    """Return True for a tensor whose values another process has."""
+    """Return True for a placeholder or meta tensor: its values are in another process."""
     return isinstance(value, Tensor) and (isinstance(value, Placeholder) or value.is_meta)
 
 
@@ -89,46 +89,47 @@ def is_elsewhere(value: object) -> bool:
 #
 #     read values (`.item()`, `nonzero`)        refused
 #     change a shape in place (`unsqueeze_`)    refused
-#     write to a real tensor                    refused: its values would no longer be known
+#     write to a real tensor                    refused: its values would become unknown
 #     write to a placeholder                    return it
 #     others                                    return a new placeholder
-def _without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on the meta device."""
+def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on the meta device; wrap its results as placeholders."""
     operands = tree_flatten((args, kwargs))[0]
     devices = (value.device for value in operands if isinstance(value, Placeholder))
     device = torch.device(kwargs.get("device") or next(devices, "meta"))
     if func is torch.ops.aten._local_scalar_dense.default or torch.Tag.inplace_view in func.tags:
-        raise _unknown(str(func))
+        raise _unknown_values(str(func))
     try:
-        result = func(*tree_map(_bare, args), **tree_map(_bare, kwargs))
-    except NotImplementedError as error:  # its result depends on values
-        raise _unknown(str(func)) from error
+        result = func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
+    except NotImplementedError as error:  # the result's shape depends on values
+        raise _unknown_values(str(func)) from error
     if not func._schema.is_mutable:
-        return tree_map(partial(_wrapped, device), result)
+        return tree_map(partial(_wrap, device), result)
     written = kwargs.get("out", args[0])
-    if not isinstance(written, Placeholder):  # its values would no longer be known
-        raise _unknown(str(func))
+    if not isinstance(written, Placeholder):  # a real tensor's values would become unknown
+        raise _unknown_values(str(func))
     return written
 
 
-def _bare(value: Any) -> Any:
-    """Return an operand on the meta device."""
+def _to_meta(value: Any) -> Any:
+    """Return an operand on the meta device; values that aren't tensors stay."""
     if isinstance(value, Placeholder):
         return value.shape_only
     if isinstance(value, torch.device):
         return torch.device("meta")
-    # A number mixes with every device.
+    # A single number may mix with every device, and stays.
     if isinstance(value, Tensor) and not value.is_meta and value.dim() > 0:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     return value
 
 
-def _wrapped(device: torch.device, value: Any) -> Any:
+def _wrap(device: torch.device, value: Any) -> Any:
+    """Wrap a plain tensor as a placeholder; return other values as they are."""
     is_bare = isinstance(value, Tensor) and not isinstance(value, Placeholder)
     return Placeholder.of(value, device) if is_bare else value
 
 
-def _unknown(what: str) -> ModelError:
+def _unknown_values(what: str) -> ModelError:
     return unstageable(
         f"the model's code between its blocks reads values of another stage ({what})"
     )

@@ -11,9 +11,9 @@ import torch.distributed as dist
 class Rendezvous:
     """A store for worker processes of this machine, held by their parent.
 
-    The port is taken before any worker begins: a free one that a worker was told of could be taken
-    by then. `environment` has the variables that torchrun sets as well; the store lives as long as
-    this object.
+    The store binds its port before any worker starts: a port that is merely free could be taken by
+    another program meanwhile. `environment` has the variables for the workers, as torchrun sets
+    them. The store lives as long as this object.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Rendezvous:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            # All are on this machine, whatever its name resolves to.
+            # All workers are on this machine, whatever its host name resolves to.
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback_interface()),
         }
 

@@ -1,9 +1,9 @@
 """The route of a call: its stages, and the tensors that cross between them.
 
-It is found in one run of the model without data on one virtual GPU, which propagates owners. The
-outputs of a block belong to its stage, and so do results computed from them. Where a block of
-another stage is called with such a tensor, the tensor crosses. Results computed from the inputs
-alone belong to no stage: every process computes them for itself.
+A route is found by running the model once, without data, on one virtual GPU, and tracking the stage
+that owns each tensor. The outputs of a block belong to its stage, and so do results computed from
+them. If a block of another stage is called with such a tensor, the tensor crosses. Results computed
+from the inputs alone belong to no stage: every process computes them for itself.
 
     mask = f(ids)           no owner: computed in every process
     h = embed(ids)          stage 0
@@ -47,7 +47,7 @@ _MOST_ROUTES = 256
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A tensor without its data."""
+    """The sizes and dtype of a tensor."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
@@ -55,7 +55,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTransfer:
-    """A tensor that a source stage makes and a target stage needs."""
+    """A tensor sent from the stage of its origin, `source`, to a stage in need of it, `target`."""
 
     source: int
     target: int
@@ -73,10 +73,10 @@ class BlockCall:
     stage : int
     arrivals : tuple
         For each tensor among the arguments, in the order of `mapped_call`, the number of the
-        transfer that brings it, or None where it is at home.
+        transfer that brings it, or None if the tensor doesn't cross.
     outputs
-        The block's outputs, and its writes into each of `shared_in`'s dictionaries, with a `Shape`
-        for each tensor.
+        The block's outputs, and the entries it wrote to each dictionary of `shared_in`, with a
+        `Shape` in place of each tensor; None for a container.
     """
 
     block: str
@@ -99,14 +99,14 @@ class Route:
         return len(self.devices)
 
     def course(self) -> tuple[Any, ...]:
-        """Return all but the sizes: calls, devices and transfers."""
+        """Return everything but the sizes, to compare routes: calls, devices, transfers, dtypes."""
         calls = [(call.block, call.stage, call.arrivals) for call in self.calls]
         crossing = [(transfer.source, transfer.target) for transfer in self.transfers]
         ranks = [(len(shape.sizes), shape.dtype) for shape in self.shapes()]
         return calls, self.devices, crossing, ranks
 
     def shapes(self) -> list[Shape]:
-        """List the shapes of transfers and of blocks' outputs."""
+        """List the shapes of all transfers, then of all blocks' outputs."""
         shapes: list[Shape] = []
 
         def note(shape: Shape) -> Shape:
@@ -117,7 +117,7 @@ class Route:
         return shapes
 
     def with_shapes(self, change: Callable[[Shape], Shape]) -> Route:
-        """Return the route with each shape changed, in order."""
+        """Return the route with `change` applied to each shape, in the order of `shapes`."""
 
         def of(value: Any) -> Any:
             return change(value) if isinstance(value, Shape) else value
@@ -129,7 +129,7 @@ class Route:
         )
 
     def last_calls(self) -> list[int]:
-        """Return for each stage the last call to run, or to send a tensor to."""
+        """Return for each stage the index of the last call that it runs, or sends a tensor to."""
         last = [0] * self.num_stages
         for index, call in enumerate(self.calls):
             last[call.stage] = index
@@ -139,7 +139,7 @@ class Route:
         return last
 
     def last_uses(self) -> dict[int, int]:
-        """Return for each transfer the last call that gets its tensor."""
+        """Return for each transfer the index of the last call that gets its tensor."""
         return {
             number: index
             for index, call in enumerate(self.calls)
@@ -151,15 +151,17 @@ class Route:
 class Routes:
     """The routes of calls that differ in sizes alone; each size is linear in a few numbers.
 
+    The numbers are, for example, a step's tokens and its rows of logits.
+
     Parameters
     ----------
     routes : mapping of numbers to Route
-        A base, then for each number a route in which this number alone is larger.
+        A base route first, then for each number a route in which this number alone is larger.
 
     Raises
     ------
     ModelError
-        If more than sizes differ.
+        If the routes differ in more than sizes.
     """
 
     def __init__(self, routes: Mapping[tuple[int, ...], Route]) -> None:
@@ -179,7 +181,7 @@ class Routes:
             ):
                 sizes = zip(base.sizes, larger_shape.sizes, strict=True)
                 slopes.append([(to - at) // step for at, to in sizes])
-        self._known: dict[tuple[int, ...], Route] = {}
+        self._resized_routes: dict[tuple[int, ...], Route] = {}
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -187,14 +189,15 @@ class Routes:
         return self._first.devices
 
     def at(self, *numbers: int) -> Route:
-        """Return the route for other numbers."""
-        if numbers not in self._known:
-            if len(self._known) >= _MOST_ROUTES:
-                self._known.clear()
-            self._known[numbers] = self._resized(numbers)
-        return self._known[numbers]
+        """Return the route for the given numbers, whose sizes are computed linearly."""
+        if numbers not in self._resized_routes:
+            if len(self._resized_routes) >= _MOST_ROUTES:
+                self._resized_routes.clear()
+            self._resized_routes[numbers] = self._resize(numbers)
+        return self._resized_routes[numbers]
 
-    def _resized(self, numbers: tuple[int, ...]) -> Route:
+    def _resize(self, numbers: tuple[int, ...]) -> Route:
+        """Compute each size as the base route's, plus slope times difference for each number."""
         steps = [to - at for to, at in zip(numbers, self._numbers, strict=True)]
         slopes = iter(self._slopes)
 
@@ -216,7 +219,7 @@ def find_route(
     model : nn.Module
     placement : Placement
     run : callable
-        Calls the model that it is given, with inputs on a device.
+        Gets a model and a device, and calls the model with inputs on the device.
 
     Raises
     ------
@@ -233,7 +236,7 @@ def find_route(
             place(copied, Placement(entries=(("", str(device)),)))
             if data == "cpu":
                 invent_values(copied)
-            finder = _Finder(copied, placement)
+            finder = _RouteFinder(copied, placement)
             try:
                 with virtual.observe(finder), interceptor.deciding(finder.call):
                     run(copied, device)
@@ -248,7 +251,7 @@ def find_route(
 
 
 class _Combined(Exception):
-    """An operation around the blocks has operands of several stages."""
+    """Raised for an operation around the blocks on operands of several stages."""
 
 
 # The module's example, with the embedding and layer 0 on one device, layer 1 on another. Arrivals
@@ -260,40 +263,40 @@ class _Combined(Exception):
 #     layer1(h, mask)     1       (0, None)      0: h, from stage 0 to stage 1
 #
 # Owners are kept by storage, so that views of a tensor belong to its stage as well.
-class _Finder:
-    """Listens to a run, and tracks the stage of each tensor."""
+class _RouteFinder:
+    """Listens to a run of the model, and tracks the stage that owns each tensor."""
 
     def __init__(self, model: nn.Module, placement: Placement) -> None:
         self.calls: list[BlockCall | None] = []
         self.devices: list[str] = []
         self.transfers: list[StageTransfer] = []
         self._in_block = False
-        # The owner of each storage, by its id.
+        # The stage that owns each storage, by the storage's id; none for results of inputs alone.
         self._stages: dict[int, int] = {}
-        # Parameters that code around the blocks uses: the device that has them.
+        # The device of each parameter and buffer, by storage id; code around blocks may use them.
         self._homes = {
             tensor.storage_id: placement.device_of(name) or ""
             for name, tensor in tensor_names(model)
             if isinstance(tensor, virtual.VirtualTensor)
         }
-        # Tensors that have crossed, by id and target stage, with the copy there and the transfer.
+        # By id and target stage: each tensor that crossed, its copy, and the transfer's number.
         self._crossed: dict[tuple[int, int], tuple[Tensor, Tensor, int]] = {}
 
     def route(self) -> Route:
-        """Return the route."""
+        """Return the route of the finished run."""
         calls = tuple(call for call in self.calls if call is not None)
         return Route(calls=calls, devices=tuple(self.devices), transfers=tuple(self.transfers))
 
     def call(
         self, block: PlacedBlock, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """Run a call in its stage; see `BlockInterceptor`."""
+        """Run a call, and note its stage, arrivals and outputs; see `Decider`."""
         if not self.devices or self.devices[-1] != block.device:
             self.devices.append(block.device)
         stage = len(self.devices) - 1
         arrivals: list[int | None] = []
         args, kwargs = mapped_call(
-            args, kwargs, partial(self._brought, stage, arrivals), block.caches
+            args, kwargs, partial(self._bring, stage, arrivals), block.caches
         )
         index = len(self.calls)
         self.calls.append(None)
@@ -320,8 +323,8 @@ class _Finder:
         )
         return result
 
-    def _brought(self, stage: int, arrivals: list[int | None], tensor: Tensor) -> Tensor:
-        """Return a tensor as a call in a stage gets it: a copy where it crosses."""
+    def _bring(self, stage: int, arrivals: list[int | None], tensor: Tensor) -> Tensor:
+        """Return a tensor argument of a call in a stage: a copy if it crosses, which is noted."""
         source = self._stage_of(tensor)
         if source is None or source == stage:
             arrivals.append(None)
@@ -343,24 +346,25 @@ class _Finder:
         return copied
 
     def _stage_of(self, tensor: Any) -> int | None:
+        """Return the stage that owns a tensor; None if every process has or computes the tensor."""
         if not isinstance(tensor, virtual.VirtualTensor):
             return None
         home = self._homes.get(tensor.storage_id)
         if home is None:
             return self._stages.get(tensor.storage_id)
-        # A parameter belongs to the latest stage on its device: with the devices A, B, A so far,
-        # one on A belongs to stage 2, and never crosses to its own device.
+        # A parameter belongs to the latest stage on its device: with the devices A, B, A so far, a
+        # parameter on A belongs to stage 2, and never crosses to its own device.
         stages = (at for at in reversed(range(len(self.devices))) if self.devices[at] == home)
         return next(stages, None)
 
     def allocated(self, gpu: object, storage_id: int, num_bytes: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def freed(self, gpu: object, storage_id: int) -> None:
-        """Nothing to do: ids of storages aren't used again."""
+        """Do nothing: ids of storages are never reused."""
 
     def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Let results belong to the stage of the operands."""
+        """Assign the results of an operation around blocks to the stage of its operands."""
         if self._in_block:
             return
         owners = (self._stage_of(tensor) for tensor in _operands(args, kwargs))
@@ -384,16 +388,16 @@ def _shape_of(tensor: Tensor) -> Any:
     return Shape(tuple(tensor.shape), tensor.dtype)
 
 
-# The engine's steps whose routes are found: tokens, and rows of logits. Each of the two is larger
-# once, and none of them is padded.
+# The engine's steps whose routes are found: (tokens, rows of logits). Each of the two is larger in
+# one of the steps, and none of the steps is padded.
 _STEP_SIZES = (10, 2), (14, 2), (10, 4)
 _STEP_CAPACITY = Capacity(sequences=4, context_tokens=16, pages=4, page_tokens=16, step_tokens=16)
 
 
 def find_step_routes(model: PreTrainedModel, placement: Placement) -> Routes:
-    """Find the routes of steps over a paged cache, linear in their tokens and rows, as padded.
+    """Find the routes of engine steps over a paged cache, by tokens and rows of logits.
 
-    Nothing is computed, and the model needs no data.
+    Both numbers of `Routes.at` include padding. Nothing is computed, and the model needs no data.
 
     Raises
     ------

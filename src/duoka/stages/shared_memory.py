@@ -1,7 +1,7 @@
-"""Channels between processes of a machine, through memory that all of them map.
+"""Channels between processes of one machine, through memory that all of them map.
 
-A tensor is copied to its place there, and a few bytes on a socket notify the receiver. (Over gloo a
-small tensor takes some ten times as long: its threads have to wake first.)
+A tensor is copied to its slot in the shared memory, and a few bytes on a socket notify the
+receiver. (Over gloo a small tensor takes about ten times as long: its threads must wake up first.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ALIGNMENT = 64
 
 
 class Notes(NamedTuple):
-    """The seconds that a process has computed, and at its end the peaks of its device's memory."""
+    """A process's seconds of computing so far and, at its end, its device's peak memory."""
 
     busy_seconds: float = 0.0
     allocated_bytes: int = 0
@@ -42,11 +42,11 @@ class Notes(NamedTuple):
 #
 # t1 of step 5 is at 256 + (5 % 2) * 192 = 448.
 class SharedMemory:
-    """Memory for the transfers between processes of several steps in flight.
+    """Memory for the transfers between processes, with several steps in flight.
 
-    Each transfer has a place for each of `num_steps`; a step uses the places of its number modulo
-    `num_steps`. The object can be sent to a process that has the file open, too; the memory is
-    freed when all of them are gone.
+    Each transfer of the route `largest` has `num_steps` slots; a step uses the slot of its number
+    modulo `num_steps`. The object can be pickled to a process that has inherited the descriptor.
+    The memory is freed when the last process has closed and unmapped it.
     """
 
     def __init__(self, largest: Route, num_steps: int, num_processes: int) -> None:
@@ -55,7 +55,7 @@ class SharedMemory:
             for transfer in largest.transfers
         )
         rounded = (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
-        # At its beginning each process has a line for its notes and its heartbeat.
+        # The memory begins with one line per process, for its notes and its heartbeat.
         start = num_processes * _ALIGNMENT
         self._num_processes = num_processes
         self._num_steps = num_steps
@@ -77,15 +77,16 @@ class SharedMemory:
         self._map()
 
     def place(self, message: TensorMessage, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the place of a message, as a tensor."""
+        """Return the slot of a message, as a tensor of these sizes in the shared memory."""
         begin, end = self._offsets[message.transfer], self._offsets[message.transfer + 1]
         assert prod(sizes) * dtype.itemsize <= end - begin, "larger than the largest step's"
+        # The slots of earlier step numbers, modulo `num_steps`, come before.
         part = message.micro_batch % self._num_steps * (self._offsets[-1] - self._offsets[0])
         flat = torch.frombuffer(self._bytes, dtype=dtype, count=prod(sizes), offset=begin + part)
         return flat.view(sizes)
 
     def note(self, rank: int, notes: Notes) -> None:
-        """Publish the notes of a process."""
+        """Write the notes of a process, for all other processes to read."""
         self._lines[rank, :3] = notes
 
     def notes(self) -> list[Notes]:
@@ -93,22 +94,22 @@ class SharedMemory:
         return [Notes(line[0], *map(int, line[1:3])) for line in self._lines.tolist()]
 
     def beat(self, rank: int, number: int) -> None:
-        """Show that a process is alive, by a changing number."""
+        """Write a process's heartbeat: a number that changes while the process is alive."""
         self._lines[rank, 3] = number
 
     def beats(self) -> list[int]:
-        """Return the last number of each process, by rank."""
+        """Return the last heartbeat of each process, by rank."""
         return [int(line[3]) for line in self._lines.tolist()]
 
     def close(self) -> None:
-        """Close the file; mapped memory stays."""
+        """Close the file descriptor; the memory stays mapped."""
         os.close(self.descriptor)
 
 
 def connect(number: int) -> list[list[int]]:
-    """Make sockets between processes; return for each process its ends by rank, -1 for itself."""
+    """Connect `number` processes in pairs; return the sockets of each by peer, -1 for itself."""
     ranks = list(combinations(range(number), 2))
-    pairs = [socket.socketpair() for _ in ranks]  # closed by themselves where one of them fails
+    pairs = [socket.socketpair() for _ in ranks]  # closed automatically if one of them fails
     ends = [[-1] * number for _ in range(number)]
     for (rank, peer), pair in zip(ranks, pairs, strict=True):
         ends[rank][peer], ends[peer][rank] = (end.detach() for end in pair)
@@ -118,17 +119,17 @@ def connect(number: int) -> list[list[int]]:
 class SharedMemoryChannel:
     """A channel between processes of a machine; see `channels.Channel`.
 
-    `waited_seconds` adds up the waiting for other processes.
+    `waited_seconds` is the total time spent waiting for other processes.
 
     Parameters
     ----------
     memory : SharedMemory
     sockets : sequence of int
-        This process's of `connect`.
+        This process's sockets, as `connect` returns them.
     ranks : sequence of int
-        The process that has each stage.
+        The rank of the process that has each stage.
     device : torch.device
-        This process's.
+        The device of this process.
     """
 
     def __init__(
@@ -152,13 +153,13 @@ class SharedMemoryChannel:
         if peer is None:
             self._local.send(message, tensor)
             return
-        # The receiver reads the place only after the message, which is sent when the copy is done.
+        # The receiver reads the slot only after this message, sent when the copy is complete.
         if tensor.numel():
             self._memory.place(message, tuple(tensor.shape), tensor.dtype).copy_(tensor)
         peer.send(tuple(message))
 
     def receive(self, message: TensorMessage, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """See `Channel`; raise EOFError or OSError where the other process is gone."""
+        """See `Channel`; raise EOFError or OSError if the other process has ended."""
         peer = self._peers[self._ranks[message.sender]]
         if peer is None:
             return self._local.receive(message, sizes, dtype)
@@ -169,5 +170,5 @@ class SharedMemoryChannel:
         self._arrived.remove(message)
         if not prod(sizes):
             return torch.empty(sizes, dtype=dtype, device=self._device)
-        # Never the place itself, which the sender will write to again.
+        # A copy, since the sender will write to the slot again.
         return self._memory.place(message, sizes, dtype).to(self._device, copy=True)

@@ -3,14 +3,14 @@
 Nothing happens on import: the backend is registered with torch on the first `set_gpus` or `gpus`.
 
 - `backend`, `naming`, `device_module`: the device as torch knows it
-- `apart`: backward on virtual GPUs, where CUDA is there too
-- `world`: the GPUs of a world, their memory and what it refuses
-- `tensor`, `factories`, `transfers`: tensors, made and moved
-- `operators`, `op_call`, `autocast`: every operation: what it takes, gives and charges
-- `known_values`: which values and shapes are known on a GPU with meta data
+- `apart`: backward on virtual GPUs in a process that has CUDA as well
+- `world`: the GPUs of a world, their memory and out-of-memory errors
+- `tensor`, `factories`, `transfers`: virtual tensors, how they are made and copied
+- `operators`, `op_call`, `autocast`: how an operator runs: arguments, results, charged memory
+- `known_values`: which values are computed on a GPU whose tensors are on the meta device
 - `attention`, `attention_numbers`, `cuda_only`: kernels that CUDA has and the CPU lacks
-- `temporaries`: what CUDA's kernels take for their own time
-- `faults`: what CUDA refuses
+- `temporaries`: temporary buffers of CUDA's kernels
+- `faults`: mixes of devices that CUDA refuses, with its errors
 """
 
 from .apart import apart

@@ -1,8 +1,8 @@
 """Backward on virtual GPUs beside CUDA: in a fork of this process.
 
-Autograd supports one accelerator in a process and asserts that its tensors are there: either CUDA
-or virtual GPUs can run backward, decided once for the process (see `naming`). So where CUDA is
-present, backward on virtual GPUs runs in a fork, which ends with its result.
+Autograd supports one accelerator per process: either CUDA or virtual GPUs can run backward, decided
+once for the process (see `naming`). So where CUDA is present, backward on virtual GPUs runs in a
+fork of the process, which sends its result back and ends.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from duoka.workers.supervision import SilenceCounter
 from .backend import register
 from .device_module import can_do_backward, give_name
 
-_Given = ParamSpec("_Given")
+_Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 _FORK: Any = multiprocessing.get_context("fork")
 
 
 def apart(
-    function: Callable[_Given, _Result], *args: _Given.args, **kwargs: _Given.kwargs
+    function: Callable[_Params, _Result], *args: _Params.args, **kwargs: _Params.kwargs
 ) -> _Result:
-    """Call a function with backward on virtual GPUs, without taking CUDA's from this process.
+    """Call a function with backward on virtual GPUs, and keep backward on CUDA possible here.
 
-    What it returns or raises must be picklable; all else that it changes may stay as it was.
+    The function may run in a fork of this process: its result or error must be picklable, and all
+    other changes that it makes may be lost.
     """
     register()
-    # Elsewhere there is no fork, or none that is safe: it is virtual GPUs or others in a process.
+    # Outside Linux no fork is safe: virtual GPUs then become this process's accelerator.
     if can_do_backward() or sys.platform != "linux":
         give_name()
         return function(*args, **kwargs)
@@ -55,9 +56,9 @@ def apart(
 def in_fork(function: Callable[[], _Result], *, patience_seconds: int = 60) -> _Result:
     """Call a function in a fork of this process; the result or error must be picklable.
 
-    A lock that another thread holds at that moment is held in the fork for good: of PyTorch's
-    random numbers, a module's import, a stream. A fork that sleeps for so long, and has no process
-    to wait for, waits for one. It is ended, and another one made: once.
+    A lock that another thread holds during the fork (of PyTorch's random numbers, an import, a
+    stream) is never released in the fork. A fork whose threads all sleep for `patience_seconds`,
+    without a child process, is taken to wait for such a lock: it is killed, and replaced once.
     """
     #   this process                          the fork
     #   ─────────────────────────────────     ──────────────────────────────────────────────────
@@ -67,13 +68,13 @@ def in_fork(function: Callable[[], _Result], *, patience_seconds: int = 60) -> _
     #   receive  ◄──────────────────────────
     #   kill
     #
-    # The accelerator of a process can't be changed back, so another process takes it on and ends.
-    # It is forked and not spawned because `function` is a closure, which can't be pickled.
+    # The accelerator of a process can't be changed back, so a process of its own takes it on and
+    # ends. The process is forked, not spawned, because a closure as `function` can't be pickled.
     for _ in range(2):
         reader, writer = _FORK.Pipe(duplex=False)
-        child = _FORK.Process(target=_answer, args=(writer, function))
+        child = _FORK.Process(target=_run_in_fork, args=(writer, function))
         with warnings.catch_warnings():
-            # Of the threads that aren't in the fork none is needed there: see `_answer`.
+            # Python warns that other threads are missing in the fork; `_run_in_fork` needs none.
             warnings.simplefilter("ignore", DeprecationWarning)
             child.start()
         writer.close()
@@ -106,9 +107,9 @@ def in_fork(function: Callable[[], _Result], *, patience_seconds: int = 60) -> _
 def _is_asleep(pid: int) -> bool:
     """Return True if all threads of a process sleep, and no child process runs.
 
-    An ended process, whose result another process could still send, counts as asleep.
+    A zombie counts as asleep, too: a child process of the zombie could still send the result.
     """
-    with suppress(OSError):  # it has ended
+    with suppress(OSError):  # the process or a thread has ended meanwhile
         return all(
             (task / "stat").read_text().rpartition(")")[2].split()[0] in "SZ"
             and not (task / "children").read_text()
@@ -117,10 +118,11 @@ def _is_asleep(pid: int) -> bool:
     return False
 
 
-def _answer(writer: Connection, function: Callable[[], Any]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends this
-    # What there was stays: a collection that looked at all of it would copy its memory.
+def _run_in_fork(writer: Connection, function: Callable[[], Any]) -> None:
+    """Run the function in the forked process, and send its result or error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets the signal too, and ends this
+    # The parent's objects are kept out of garbage collection, which would copy their memory pages.
     gc.freeze()
-    # Kernels that wait for the threads of the parent's would wait forever.
+    # The parent's kernel threads don't exist in the fork: to wait for them would never end.
     torch.set_num_threads(1)
     send_result(writer, function)

@@ -1,12 +1,12 @@
-"""Fused attention: CUDA's choice of a kernel, and the inputs of the kernel.
+"""Fused attention: CUDA's choice of a kernel, and the memory of the chosen kernel.
 
 The choice follows the published conditions of PyTorch's fused kernels (documentation of
 `torch.nn.functional.scaled_dot_product_attention` and `torch.backends.cuda.SDPAParams`) for a GPU
-of compute capability 8.x, or an older one; where kernels differ among those, they are 8.6's, and
-Hopper's own, of cuDNN, are taken to be flash attention. Their outputs and work memory are those of
-the kernels as PyTorch ships them: the output, a logsumexp per row in fp32, two small random states;
-in backward the gradients, the row sums and fp32 accumulators. The numbers come from
-`attention_numbers`: what the host holds for them is no memory of the GPU.
+of compute capability 8.x, or before Ampere. Where kernels differ among 8.x, those of 8.6 are meant;
+cuDNN's kernels for Hopper are treated as flash attention. Outputs and temporary buffers are those
+of the kernels as PyTorch ships them: the output, a logsumexp per row in fp32, two small states of
+the random numbers; in backward the gradients, the row sums and fp32 accumulators.
+`attention_numbers` computes the values on the host, which charges no memory to the GPU.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _MASK_MULTIPLE = 8
 _EFFICIENT_ROWS = 32
 _EFFICIENT_REGISTER_HEAD = 128
 _EFFICIENT_BLOCK = 64
-_EFFICIENT_FIELDS = 4  # in front of each block's fp32 accumulator
-_EFFICIENT_SPLITS = 200  # of the keys of all heads, where there are fewer heads than _MANY_HEADS
+_EFFICIENT_FIELDS = 4  # numbers in front of each tile of the fp32 accumulator
+_EFFICIENT_SPLITS = 200  # key splits of all heads together, if batch * heads < _MANY_HEADS
 _MANY_HEADS = 256
 _FLASH_ROWS = 128
 _libraries: list[torch.library.Library] = []
@@ -59,8 +59,8 @@ def choose_kernel(
     enable_gqa: bool,
     before_ampere: bool = False,
 ) -> Kernel:
-    """Choose the kernel by CUDA's conditions."""
-    if not _fusible(query, key, value) or (before_ampere and query.dtype == torch.bfloat16):
+    """Return the kernel that CUDA would choose for a call of attention."""
+    if not _is_fusible(query, key, value) or (before_ampere and query.dtype == torch.bfloat16):
         return "math"
     # Flash where its conditions hold, then memory-efficient, then plain matrix products.
     grouped = query.shape[1] != key.shape[1] or key.shape[1] != value.shape[1]
@@ -78,7 +78,8 @@ def choose_kernel(
     return "math"
 
 
-def _fusible(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+def _is_fusible(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return True if shapes, dtypes and strides meet the conditions of both fused kernels."""
     tensors = (query, key, value)
     return (
         all(tensor.dim() == 4 and tensor.numel() > 0 for tensor in tensors)
@@ -104,7 +105,10 @@ class Options:
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any
 ) -> Any:
-    """Implement ``aten::scaled_dot_product_attention`` for virtual GPUs; see `Options`."""
+    """Implement ``aten::scaled_dot_product_attention`` for virtual GPUs.
+
+    `rest` and `named` are the options of torch's function, in the order of `Options`.
+    """
     assert isinstance(query, VirtualTensor)
     options = Options(*rest, **named)
     mask = options.attn_mask
@@ -115,9 +119,9 @@ def attend(
         enable_gqa=gqa,
         before_ampere=before_ampere,
     )
-    is_hard = options.dropout_p or (mask is not None and mask.requires_grad)
-    if not query.backing.is_meta and is_hard:
-        kernel = "math"  # the fused kernel of the CPU can do neither
+    needs_math = options.dropout_p or (mask is not None and mask.requires_grad)
+    if not query.backing.is_meta and needs_math:
+        kernel = "math"  # the CPU's fused kernel has neither dropout nor gradients of the mask
     if kernel == "flash":
         return _attend_flash(query, key, value, options)
     if kernel == "efficient":
@@ -128,7 +132,7 @@ def attend(
 
 
 def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """Turn a boolean mask into an additive mask of the scores."""
+    """Turn a boolean mask into an additive one (0 or -inf); leave an additive mask or None."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.where(mask, query.new_zeros(()), query.new_full((), -math.inf))
@@ -137,6 +141,7 @@ def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | 
 def _attend_flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
 ) -> Any:
+    """Call flash attention, with heads padded to the multiple of 8 that the kernel needs."""
     head_dim = query.shape[3]
     scale = 1 / math.sqrt(head_dim) if options.scale is None else options.scale
     # The kernel takes heads of whole multiples of 8: 100 is padded to 104. Zeros change no score,
@@ -153,6 +158,7 @@ def _attend_flash(
 def _attend_efficient(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
 ) -> Any:
+    """Call memory-efficient attention, with the mask as an aligned additive bias."""
     bias = _bias(_additive(options.attn_mask, query), query, key)
     requires_grad = any(tensor.requires_grad for tensor in (query, key, value))
     args = (query, key, value, bias, torch.is_grad_enabled() and requires_grad)
@@ -162,19 +168,23 @@ def _attend_efficient(
 
 
 def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """Return the mask as the kernel reads it: rows aligned to 8 elements, for every head."""
+    """Expand an additive mask to [batch, heads, queries, keys], its rows aligned to 8 elements.
+
+    Return None without a mask.
+    """
     if mask is None:
         return None
     strides = mask.stride()
     if strides[-1] != 1 or any(stride % _MASK_MULTIPLE for stride in strides[:-1]):
         length = mask.shape[-1]
-        # A full multiple is added to an aligned length too: the kernel's own rule.
+        # An aligned length grows by a full multiple, too, as in PyTorch's own padding.
         padded = functional.pad(mask, (0, _MASK_MULTIPLE - length % _MASK_MULTIPLE))
         mask = padded[..., :length]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
-def _flash(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_flash(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the operator of flash attention: values, outputs and temporary buffers."""
     plain, gpu = op_call.unwrap(func, args, kwargs)
     query, key = plain.args[0], plain.args[1]
     is_causal = len(args) > 4 and bool(args[4])
@@ -183,36 +193,39 @@ def _flash(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     results = *_place_like((out,), (query,), gpu), place(rows, gpu)
     batch, heads, tokens, head_dim = query.shape
     if len(args) <= 3 or not args[3]:  # no dropout
+        # The kernel may split the keys: each part has fp32 row sums and an fp32 output.
         shape, sizes = FlashShape(heads, key.shape[1], head_dim), (batch, tokens, key.shape[2])
-        padded_head = _rounded(head_dim, 32 if head_dim <= 128 else 64)
+        padded_head = _round_up(head_dim, 32 if head_dim <= 128 else 64)
         gpu.charge(*(PartBytes.of(shape, row, *sizes) for row in (4, 4 * padded_head)))
     states = [place(state, gpu) for state in _random_states(query)]
     debug = place(query.new_empty(0), gpu)
     return *results, None, None, query.shape[2], key.shape[2], *states, debug
 
 
-def _flash_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_flash_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the backward operator of flash attention: gradients and temporary buffers."""
     plain, gpu = op_call.unwrap(func, args, kwargs)
     grad, query, key, value, out, rows, _, _, _, _, _, is_causal, _, _ = plain.args
     inputs = Inputs(query, key, value, is_causal=is_causal, scale=kwargs.get("scale"))
     grads = differentiate(inputs, grad, out, rows)
     results = _place_like(grads, (query, key, value), gpu)
-    # fp32: a sum for each row of queries, and the accumulator of the gradient of queries.
+    # In fp32: a sum for each row of queries, and the accumulator of the queries' gradient.
     batch, heads, tokens, head_dim = query.shape
-    padded_tokens = _rounded(tokens, _FLASH_ROWS)
-    padded_head = _rounded(head_dim, 32 if head_dim <= 128 else 64)
+    padded_tokens = _round_up(tokens, _FLASH_ROWS)
+    padded_head = _round_up(head_dim, 32 if head_dim <= 128 else 64)
     row_bytes = 4 * batch * heads * padded_tokens
     sizes = [row_bytes, row_bytes * padded_head]
     if key.shape[1] != heads:
-        # Gradients of keys and values are made per query head, then summed.
+        # Gradients of keys and values are computed per query head, then summed per key head.
         sizes += [query.element_size() * batch * heads * key.shape[2] * head_dim] * 2
-    # The kernel reads these two with all heads of a token side by side.
+    # The kernel reads gradient and output with all heads of a token side by side: else a copy.
     sizes += [item.nbytes for item in (grad, out) if not item.transpose(1, 2).is_contiguous()]
     gpu.charge(*sizes)
     return results
 
 
-def _efficient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_efficient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the operator of memory-efficient attention: values, outputs and temporary buffers."""
     plain, gpu = op_call.unwrap(func, args, kwargs)
     query, key, value, bias, needs_rows = plain.args[:5]
     inputs = Inputs(
@@ -222,11 +235,11 @@ def _efficient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )  # fmt: skip
     out, rows = attention_numbers.attend(inputs)
     batch, heads, tokens, _ = query.shape
-    padded = rows.new_empty(batch, heads, _rounded(tokens, _EFFICIENT_ROWS) if needs_rows else 0)
+    padded = rows.new_empty(batch, heads, _round_up(tokens, _EFFICIENT_ROWS) if needs_rows else 0)
     if needs_rows:
         padded[..., :tokens] = rows
     results = place(out, gpu), place(padded, gpu)
-    # Without dropout they are on the host.
+    # Without dropout CUDA's kernel keeps the random states on the host.
     has_dropout = len(args) > 5 and bool(args[5])
     states = _random_states(query) if has_dropout else [query.new_empty(0)] * 2
     if query.element_size() == 2 and value.shape[3] > _EFFICIENT_REGISTER_HEAD:
@@ -235,7 +248,8 @@ def _efficient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return *results, *(place(state, gpu) for state in states)
 
 
-def _efficient_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_efficient_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the backward operator of memory-efficient attention."""
     plain, gpu = op_call.unwrap(func, args, kwargs)
     grad, query, key, value, bias, out, rows, _, _, _, needed = plain.args[:11]
     inputs = Inputs(
@@ -245,13 +259,13 @@ def _efficient_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     batch, heads, tokens, _ = query.shape
     grads = differentiate(inputs, grad, out, rows[..., :tokens])
     swapped = (item.transpose(1, 2) for item in (query, key, value))
-    # All heads of a token lie side by side.
-    models = tuple(item.new_empty(item.shape).transpose(1, 2) for item in swapped)
-    results = _place_like(grads, models, gpu)
+    # Gradients have all heads of a token side by side.
+    layouts = tuple(item.new_empty(item.shape).transpose(1, 2) for item in swapped)
+    results = _place_like(grads, layouts, gpu)
     bias_grad = place(torch.empty_like(bias), gpu) if needed[3] and bias is not None else None
     row_bytes = 4 * batch * heads * tokens
     if query.element_size() == 4:
-        # In fp32 the row sums are made outside the kernel, from a product of the outputs' size.
+        # In fp32 the row sums come from a product as large as the output, before the kernel.
         gpu.charge(4 * out.numel(), row_bytes, row_bytes)
     gpu.charge(row_bytes, _accumulator_bytes(query, key, value))
     return *results, bias_grad
@@ -270,21 +284,21 @@ def _accumulator_bytes(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
     num_heads = query.shape[0] * query.shape[1]
     numbers = num_heads * num_blocks * (rows * block + _EFFICIENT_FIELDS)
     if is_half and head_dim > 96:
-        # Few heads split their keys so that there are about as many parts in all; "about", since
-        # what isn't proportional to the batch makes no rule of a profile.
+        # Few heads split their keys into about `_EFFICIENT_SPLITS` parts in all. The exact number
+        # isn't proportional to the batch, so no rule of a profile could express it.
         is_many = num_heads >= _MANY_HEADS
         splits = num_heads * -(-key.shape[2] // block) if is_many else _EFFICIENT_SPLITS
-        numbers += splits * block * (_rounded(key.shape[3], 128) + _rounded(value.shape[3], 128))
+        numbers += splits * block * (_round_up(key.shape[3], 128) + _round_up(value.shape[3], 128))
     return 4 * numbers
 
 
 def _place_like(
-    results: tuple[torch.Tensor, ...], models: tuple[torch.Tensor, ...], gpu: VirtualGpu
+    results: tuple[torch.Tensor, ...], layouts: tuple[torch.Tensor, ...], gpu: VirtualGpu
 ) -> tuple[VirtualTensor, ...]:
-    """Place results in memory of their own, each laid out as another tensor is."""
+    """Copy results into new tensors on the GPU, each with the strides of its layout tensor."""
     return tuple(
         place(torch.empty_like(model, device=result.device).copy_(result), gpu)
-        for result, model in zip(results, models, strict=True)
+        for result, model in zip(results, layouts, strict=True)
     )
 
 
@@ -293,15 +307,15 @@ def _random_states(like: torch.Tensor) -> list[torch.Tensor]:
     return [torch.zeros(shape, dtype=torch.int64, device=like.device) for shape in ((2,), ())]
 
 
-def _rounded(length: int, multiple: int) -> int:
+def _round_up(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
 def install() -> None:
     """Register fused attention with torch, for the life of the process."""
     for kind, forward, backward in (
-        ("flash", _flash, _flash_backward),
-        ("efficient", _efficient, _efficient_backward),
+        ("flash", _run_flash, _run_flash_backward),
+        ("efficient", _run_efficient, _run_efficient_backward),
     ):
         name = f"_scaled_dot_product_{kind}_attention"
         handlers[getattr(_aten, name).default] = forward

@@ -1,6 +1,6 @@
-"""The numbers of fused attention, on backing tensors: forward and backward.
+"""The values of fused attention, computed on backing tensors: forward and backward.
 
-PyTorch's own fused CPU kernel computes them; it knows neither dropout nor gradients of the bias.
+PyTorch's fused CPU kernel computes them; it supports neither dropout nor gradients of the bias.
 Nothing here is charged to a GPU.
 """
 
@@ -19,8 +19,9 @@ _aten = torch.ops.aten
 class Inputs:
     """The inputs of a call of fused attention.
 
-    `query`, `key`, `value`: ``[batch, heads, tokens, head_dim]``; fewer key than query heads are
-    shared by groups. `bias` is added to the scores, ``[batch, heads, query tokens, key tokens]``.
+    `query`, `key`, `value`: ``[batch, heads, tokens, head_dim]``; with fewer key heads than query
+    heads, each key head serves a group of query heads. `bias` is added to the scores, ``[batch,
+    heads, query tokens, key tokens]``. `scale` is 1 / sqrt(head_dim) by default.
     """
 
     query: torch.Tensor
@@ -36,16 +37,16 @@ class Inputs:
 
     @property
     def is_meta(self) -> bool:
-        """True if there are only shapes."""
+        """True if a tensor is on the meta device, so that only shapes are known."""
         return self.query.is_meta or self.key.is_meta or self.value.is_meta
 
     @property
     def num_groups(self) -> int:
-        """Query heads for each key head."""
+        """The number of query heads for each key head."""
         return self.query.shape[1] // self.key.shape[1]
 
     def shared(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values with a head for every query head."""
+        """Return keys and values with their heads repeated, one for every query head."""
         key, value, groups = self.key, self.value, self.num_groups
         if groups == 1:
             return key, value
@@ -53,18 +54,18 @@ class Inputs:
 
 
 def attend(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the output and the logsumexp of every row of scores (fp32)."""
+    """Return the output, and the logsumexp of every row of scores in fp32."""
     query = inputs.query
     batch, heads, tokens, _ = query.shape
     if inputs.is_meta:
         shape = (batch, tokens, heads, inputs.value.shape[3])
         out = torch.empty(shape, dtype=query.dtype, device="meta").transpose(1, 2)
         return out, torch.empty(shape[0], heads, tokens, device="meta")
-    padded, head_dim = _equal_heads(inputs)
+    padded, head_dim = _pad_to_equal_heads(inputs)
     out, rows = _aten._scaled_dot_product_flash_attention_for_cpu(
         *padded, 0.0, inputs.is_causal, attn_mask=inputs.bias, scale=inputs.scale
     )
-    if out.shape[3] != head_dim:  # all heads of a token side by side, as the fused kernels lay out
+    if out.shape[3] != head_dim:  # cut off padding; lay out heads of a token side by side
         out = out[..., :head_dim].transpose(1, 2).contiguous().transpose(1, 2)
     return out, rows
 
@@ -72,38 +73,42 @@ def attend(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 def differentiate(
     inputs: Inputs, grad: torch.Tensor, out: torch.Tensor, rows: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Compute the gradients of query, key and value."""
+    """Return the gradients of query, key and value."""
     if inputs.is_meta:
         return inputs.query, inputs.key, inputs.value
-    padded, head_dim = _equal_heads(inputs)
+    padded, head_dim = _pad_to_equal_heads(inputs)
     width = padded[0].shape[3]
     rows = rows.transpose(1, 2).contiguous().transpose(1, 2)
     query_grad, key_grad, value_grad = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        _widened(grad, width), *padded, _widened(out, width), rows, 0.0, inputs.is_causal,
+        _pad_heads(grad, width), *padded, _pad_heads(out, width), rows, 0.0, inputs.is_causal,
         attn_mask=inputs.bias, scale=inputs.scale,
     )  # fmt: skip
     query_dim = inputs.query.shape[3]
     return (
         query_grad[..., :query_dim],
-        _summed(inputs, key_grad[..., :query_dim]),
-        _summed(inputs, value_grad[..., :head_dim]),
+        _sum_shared(inputs, key_grad[..., :query_dim]),
+        _sum_shared(inputs, value_grad[..., :head_dim]),
     )
 
 
-def _equal_heads(inputs: Inputs) -> tuple[tuple[torch.Tensor, ...], int]:
-    """Pad heads to equal size for the CPU's kernel: zeros change no score."""
+def _pad_to_equal_heads(inputs: Inputs) -> tuple[tuple[torch.Tensor, ...], int]:
+    """Pad heads to equal size for the CPU's kernel: zeros change no score.
+
+    Return query, key and value, and the head size of the value before padding.
+    """
     key, value = inputs.shared()
     width = max(inputs.query.shape[3], value.shape[3])
-    return tuple(_widened(item, width) for item in (inputs.query, key, value)), value.shape[3]
+    return tuple(_pad_heads(item, width) for item in (inputs.query, key, value)), value.shape[3]
 
 
-def _widened(tensor: torch.Tensor, width: int) -> torch.Tensor:
+def _pad_heads(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    """Pad the head size of a tensor with zeros to `width`."""
     missing = width - tensor.shape[3]
     return functional.pad(tensor, (0, missing)) if missing else tensor
 
 
-def _summed(inputs: Inputs, grad: torch.Tensor) -> torch.Tensor:
-    """Sum the gradient of a shared head over its query heads."""
+def _sum_shared(inputs: Inputs, grad: torch.Tensor) -> torch.Tensor:
+    """Sum the gradient of each shared key head over its group of query heads."""
     if inputs.num_groups == 1:
         return grad
     shared: torch.Tensor = grad.unflatten(1, (inputs.key.shape[1], inputs.num_groups))

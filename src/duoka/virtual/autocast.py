@@ -1,4 +1,4 @@
-"""``torch.autocast("vgpu")``: operators in the lower precision, and in fp32.
+"""``torch.autocast("vgpu")``: operators run in the lower precision, or in fp32.
 
 The lists are those of the documentation of automatic mixed precision for CUDA. Casts aren't kept
 between calls (torch's own cache can't be reached from Python), so a weight is cast at every use.
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .naming import PLACE, is_virtual
 
 _KEY = "AutocastPrivateUse1"
+# Run in the lower precision; in fp32; and in the widest dtype among the arguments.
 _LOWER = (
     "_convolution", "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul",
     "conv1d", "conv1d.padding", "conv2d", "conv2d.padding", "conv3d", "conv3d.padding",
@@ -40,12 +41,13 @@ _WIDEST = (
 _libraries: list[torch.library.Library] = []
 
 
-def _overload(name: str) -> Any:
+def _find_operator(name: str) -> Any:
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 def _is_castable(value: Any) -> bool:
+    """Return True for a floating-point tensor on a virtual GPU, other than float64."""
     return (
         isinstance(value, torch.Tensor)
         and is_virtual(value.device)
@@ -58,16 +60,18 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
     return tree_map(lambda value: value.to(dtype) if _is_castable(value) else value, values)
 
 
-def _widest(args: tuple[Any, ...]) -> torch.dtype:
+def _widest_dtype(args: tuple[Any, ...]) -> torch.dtype:
+    """Return fp32 if an argument has it, else the lower precision of autocast."""
     dtypes = {value.dtype for value in tree_leaves(args) if _is_castable(value)}
     return torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype(PLACE)
 
 
-def _casting(name: str, policy: str) -> Any:
+def _make_casting(name: str, policy: str) -> Any:
+    """Wrap an operator to cast its arguments by a policy: "lower", "full" (fp32) or "widest"."""
     # Autocast comes before autograd, so that the casts are part of the graph and gradients have the
-    # dtype of the uncast arguments. Inside, its key is excluded: neither the operator nor what it
-    # is made of is cast again.
-    operator = _overload(name)
+    # dtype of the uncast arguments. Inside, autocast's key is excluded: neither the operator nor
+    # its parts are cast again.
+    operator = _find_operator(name)
     names = [argument.name for argument in operator._schema.arguments]
     dtype_place = names.index("dtype") if policy == "full" and "dtype" in names else None
     excluded = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
@@ -76,11 +80,11 @@ def _casting(name: str, policy: str) -> Any:
         if policy == "lower":
             dtype = torch.get_autocast_dtype(PLACE)
         else:
-            dtype = torch.float32 if policy == "full" else _widest(args)
+            dtype = torch.float32 if policy == "full" else _widest_dtype(args)
         with torch._C._ExcludeDispatchKeyGuard(excluded):
             if dtype_place is None or not _is_castable(args[0]):
                 return operator(*_cast(args, dtype), **_cast(kwargs, dtype))
-            # The operator makes its result in fp32 itself, unless the caller says otherwise.
+            # The operator converts to fp32 itself, unless the caller gives another `dtype`.
             named = dict(zip(names[1:], args[1:], strict=False)) | kwargs
             return operator(args[0], **named | {"dtype": named.get("dtype") or dtype})
 
@@ -89,10 +93,10 @@ def _casting(name: str, policy: str) -> Any:
 
 def install() -> None:
     """Register the policies with torch, for the life of the process."""
-    rest = torch.library.Library("_", "IMPL")
-    rest.fallback(torch.library.fallthrough_kernel, _KEY)
+    fallthrough = torch.library.Library("_", "IMPL")
+    fallthrough.fallback(torch.library.fallthrough_kernel, _KEY)
     aten = torch.library.Library("aten", "IMPL")
     for names, policy in ((_LOWER, "lower"), (_FULL, "full"), (_WIDEST, "widest")):
         for name in names:
-            aten.impl(name, _casting(name, policy), _KEY)
-    _libraries.extend((rest, aten))
+            aten.impl(name, _make_casting(name, policy), _KEY)
+    _libraries.extend((fallthrough, aten))

@@ -44,15 +44,15 @@ def set_gpus(
     Parameters
     ----------
     capacities_bytes : sequence of int or None
-        What each GPU may reserve; None for no limit.
+        The bytes that each GPU's allocator may reserve; None for no limit.
     data : str
-        What holds the numbers: "cpu", "meta" (nothing does), or "even" (nothing does either, but
-        choices by unknown scores, of experts above all, are made evenly, so that code can read
-        them).
+        Where the backing tensors are: "cpu" (real values), "meta" (shapes without values), or
+        "even" (as "meta", but choices by unknown scores, of experts above all, are made evenly, so
+        that code can read them).
     generation : GpuGeneration, optional
-        What differs between generations of GPUs: the workspace that a GPU's first matrix product
-        takes for good, and the first one in backward once more, and the kernels of attention. By
-        default those from Ampere to Ada: 8.1 MiB, or as ``CUBLAS_WORKSPACE_CONFIG`` says.
+        The differences between generations of GPUs: the size of the workspaces that stay allocated
+        from a GPU's first matrix product on, and from the first one in backward, and the attention
+        kernels. By default Ampere to Ada: 8.1 MiB, or as ``CUBLAS_WORKSPACE_CONFIG`` says.
 
     Returns
     -------
@@ -74,7 +74,7 @@ def set_gpus(
     register()
     give_name()
     arm()
-    world = _world(capacities_bytes, data, generation)
+    world = _make_world(capacities_bytes, data, generation)
     set_process_world(world)
     return world
 
@@ -86,7 +86,7 @@ def gpus(
     data: str = "cpu",
     generation: GpuGeneration | None = None,
 ) -> Iterator[World]:
-    """Use other virtual GPUs in this thread, for a scope; the process's own stay as they are.
+    """Use other virtual GPUs in this thread, inside the scope; those of the process stay.
 
     Examples
     --------
@@ -108,18 +108,19 @@ def unnamed_gpus(
     data: str = "cpu",
     generation: GpuGeneration | None = None,
 ) -> Iterator[World]:
-    """Use virtual GPUs as `gpus` does, and leave the process fit for CUDA: see `naming`.
+    """Use virtual GPUs as `gpus` does, without the name that breaks backward on CUDA: see `naming`.
 
-    Their devices are had from `virtual_device`, since torch may not know the name.
+    Get their devices from `virtual_device`: torch may not know the name ``vgpu`` here.
     """
     register()
-    with armed(), use_world(_world(capacities_bytes, data, generation)) as world:
+    with armed(), use_world(_make_world(capacities_bytes, data, generation)) as world:
         yield world
 
 
-def _world(
+def _make_world(
     capacities_bytes: Sequence[int | None], data: str, generation: GpuGeneration | None
 ) -> World:
+    """Make a world of virtual GPUs, after checking the arguments."""
     if data not in ("cpu", "meta", "even"):
         raise VirtualDeviceError(
             f"virtual GPUs can't keep their data on {data!r}", hint="use cpu, meta or even"
@@ -131,7 +132,7 @@ def _world(
 
 
 def register() -> None:
-    """Give torch virtual GPUs, if it hasn't them yet; they have no name of their own."""
+    """Register virtual GPUs with torch, unless done already; `give_name` names them ``vgpu``."""
     global _registered
     with _lock:
         if not _registered:
@@ -140,6 +141,7 @@ def register() -> None:
 
 
 def _register() -> None:
+    """Register device module, operators and autograd's error handling with torch."""
     holder = torch._C._get_privateuse1_backend_name()
     if holder != PLACE:
         raise VirtualDeviceError(

@@ -1,9 +1,9 @@
-"""Operators of CUDA without a CPU kernel, for backing tensors on the CPU.
+"""Operators of CUDA that have no CPU kernel, for backing tensors on the CPU.
 
-Weights of 4 bit: the layout for tensor cores has the shape and the bytes that CUDA gives it; what
-stands in it is in an order of our own, which only the product here reads. The product charges its
-result alone, as CUDA's kernel does; what the host holds to compute the numbers is no memory of the
-GPU. Fused cells of recurrent networks are computed in parts, which keep more for backward.
+4-bit weights: a weight packed for tensor cores has CUDA's shape and bytes, but an element order of
+its own, which only the matrix product of this module reads. The product charges its result alone,
+as CUDA's kernel does; buffers on the host aren't charged to the GPU. Fused cells of recurrent
+networks are decomposed, and so keep more for backward than CUDA's.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _libraries: list[torch.library.Library] = []
 
 
 def _histc(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Count integers too; the CPU counts only floating-point numbers."""
+    """Compute a histogram of integers, too; the CPU's kernel takes floating-point numbers only."""
     plain, gpu = op_call.unwrap(func, args, kwargs)
     counted = plain.args[0]
     if counted.is_meta:
-        # The number of bins is given: no value is needed for the shape.
+        # The result has one number per bin: its shape depends on no value.
         bins = args[1] if len(args) > 1 else kwargs.get("bins", 100)
         return place(torch.empty(bins, dtype=counted.dtype, device="meta"), gpu)
     countable = counted if counted.is_floating_point() else counted.double()
@@ -37,7 +37,7 @@ def _histc(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute a softmax of fp16 numbers in fp32 in one step, as on CUDA."""
+    """Compute a softmax; with `half_to_float` the input is fp16 and the result fp32, as on CUDA."""
     _, dim, half_to_float = args
     if not half_to_float:
         result = make(func, args, kwargs)
@@ -61,7 +61,7 @@ def softmax_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _pack_int4(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Lay out a weight [rows, columns / 2] of two numbers in a byte."""
+    """Pack a weight [rows, columns / 2], two 4-bit numbers per byte, into CUDA's shape."""
     plain, gpu = op_call.unwrap(func, args, kwargs)
     numbers, tiles = plain.args
     # An int32 holds eight numbers of 4 bit. Example: 4096 x 4096 with 8 tiles has the shape
@@ -74,11 +74,11 @@ def _pack_int4(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _multiply_int4(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Multiply activations [tokens, columns] with a packed weight."""
+    """Multiply activations [tokens, columns] by a packed 4-bit weight."""
     plain, gpu = op_call.unwrap(func, args, kwargs)
     left, packed, group, scale_and_zero = plain.args
     if gpu.meta:
-        # PyTorch's own rule for the shape takes no plain meta tensors.
+        # PyTorch's own shape rule doesn't accept plain meta tensors.
         shape = (left.shape[0], _ROWS * packed.shape[0])
         return place(torch.empty(shape, dtype=left.dtype, device="meta"), gpu)
     weight = _unpack_int4(packed, group, scale_and_zero)
@@ -94,18 +94,20 @@ def _unpack_int4(packed: torch.Tensor, group: int, scale_and_zero: torch.Tensor)
     return ((numbers.float() - _MIDDLE) * scale + zero).reshape(rows, -1)
 
 
-def _lstm(
+def _lstm_cell(
     inputs: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor, *biases: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
+    """Compute a step of an LSTM; return the hidden state, the cell state and the gates."""
     gates = sum((bias for bias in biases if bias is not None), inputs + hidden)
-    enter, keep, new, leave = gates.chunk(4, 1)
-    next_cell = keep.sigmoid() * cell + enter.sigmoid() * new.tanh()
-    return leave.sigmoid() * next_cell.tanh(), next_cell, gates
+    input_gate, forget_gate, new, output_gate = gates.chunk(4, 1)
+    next_cell = forget_gate.sigmoid() * cell + input_gate.sigmoid() * new.tanh()
+    return output_gate.sigmoid() * next_cell.tanh(), next_cell, gates
 
 
-def _gru(
+def _gru_cell(
     inputs: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor, *biases: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute a step of a GRU; return the hidden state, and a tensor kept for backward."""
     input_bias, hidden_bias = biases if biases else (None, None)
     from_input = inputs if input_bias is None else inputs + input_bias
     from_hidden = hidden if hidden_bias is None else hidden + hidden_bias
@@ -117,7 +119,7 @@ def _gru(
 
 
 def _pack_sequence(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pack sequences; how many go on at each step stays on the CPU, as with CUDA."""
+    """Pack padded sequences; `lengths` and the result's batch sizes are on the CPU, as on CUDA."""
     lengths = args[1]
     if lengths.device.type != "cpu":
         error = MixedDevicesError(
@@ -143,7 +145,7 @@ def install() -> None:
     handlers[_aten._weight_int4pack_mm.default] = _multiply_int4
     handlers[_aten._pack_padded_sequence.default] = _pack_sequence
     library = torch.library.Library("aten", "IMPL")
-    for name, cell in (("_thnn_fused_lstm_cell", _lstm), ("_thnn_fused_gru_cell", _gru)):
+    for name, cell in (("_thnn_fused_lstm_cell", _lstm_cell), ("_thnn_fused_gru_cell", _gru_cell)):
         library.impl(name, cell, "AutogradPrivateUse1")
         handlers[getattr(_aten, name).default] = below(cell)
     _libraries.append(library)

@@ -1,4 +1,4 @@
-"""The module ``torch.vgpu``, with the functions of a device's module in torch.
+"""The module ``torch.vgpu``: the functions that torch expects of a device's module.
 
 Devices are given as an index, a string, a `torch.device`, or None for the current one.
 """
@@ -21,27 +21,28 @@ _library = torch.library.Library("aten", "IMPL")
 
 
 def give_name() -> None:
-    """Call virtual GPUs ``vgpu``, and make them torch's accelerator: see `naming`."""
+    """Name virtual GPUs ``vgpu``, which makes them torch's accelerator: see `naming`."""
     with _lock:
         if device_type() != NAME:
             backend_registration.rename_privateuse1_backend(NAME)
             backend_registration.generate_methods_for_privateuse1_backend()
             torch._register_device_module(NAME, sys.modules[__name__])
-            # PyTorch asks the accelerator for pinned memory, and virtual GPUs have none: what
+            # PyTorch asks the accelerator for pinned memory, and virtual GPUs have none: code that
             # pins a tensor, as every DataLoader does, gets a copy in ordinary memory.
             _library.impl("_pin_memory", lambda tensor, device=None: tensor.clone(), "CPU")
 
 
 def can_do_backward() -> bool:
-    """Say whether virtual GPUs are torch's accelerator here, or may become it."""
+    """Return True if virtual GPUs are this process's accelerator, or may become so."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or is_virtual(accelerator):
         return True
-    # That of PyTorch's build, which doesn't say that there is a GPU.
+    # A CUDA build of PyTorch names cuda even on a machine without a GPU.
     return accelerator.type == "cuda" and torch.cuda.device_count() == 0
 
 
 def _index(device: Any = None) -> int:
+    """Return the index of a device; raise ValueError for other devices than virtual GPUs."""
     if device is None:
         return thread.current_index
     if isinstance(device, int):
@@ -53,17 +54,17 @@ def _index(device: Any = None) -> int:
 
 
 def is_available() -> bool:
-    """Say whether this thread has virtual GPUs."""
+    """Return True if this thread's world has virtual GPUs."""
     return num_gpus() > 0
 
 
 def is_initialized() -> bool:
-    """Nothing needs a start."""
+    """Return True: virtual GPUs need no initialization."""
     return True
 
 
 def init() -> None:
-    """Nothing needs a start."""
+    """Do nothing: virtual GPUs need no initialization."""
 
 
 _lazy_init = init
@@ -91,7 +92,7 @@ def set_device(device: Any) -> None:
 
 
 class device:  # noqa: N801  (torch's own name for it)
-    """A scope with another current device."""
+    """A scope in which another device is this thread's current one."""
 
     def __init__(self, device: Any) -> None:
         self._index = _index(device)
@@ -104,6 +105,7 @@ class device:  # noqa: N801  (torch's own name for it)
 
 
 def _exchange_device(index: int) -> int:
+    """Set the current device, unless the index is negative; return the previous one."""
     previous = thread.current_index
     if index >= 0:
         thread.current_index = index
@@ -114,23 +116,23 @@ _maybe_exchange_device = _exchange_device
 
 
 def synchronize(device: Any = None) -> None:
-    """Wait for nothing: operations end before they return."""
+    """Check that the device exists; no wait is needed, since operations are synchronous."""
     active_world().gpu(_index(device))
 
 
 def get_device_name(device: Any = None) -> str:
-    """Name a device."""
+    """Return the name of a device, with where its data is."""
     gpu = active_world().gpu(_index(device))
     return f"duoka virtual GPU ({gpu.data} data)"
 
 
 def get_device_capability(device: Any = None) -> tuple[int, int]:
-    """Return the compute capability whose kernels the virtual GPU charges for."""
+    """Return 8.0 (Ampere), whatever the generation of the world."""
     return 8, 0
 
 
-def _of_world(name: str) -> Callable[..., Any]:
-    """Return a method of `World` about a GPU as a function of torch's device arguments."""
+def _expose_method(name: str) -> Callable[..., Any]:
+    """Wrap a method of `World` as a function that takes torch's device arguments."""
 
     def answer(device: Any = None) -> Any:
         return getattr(active_world(), name)(_index(device))
@@ -138,16 +140,16 @@ def _of_world(name: str) -> Callable[..., Any]:
     return answer
 
 
-memory_allocated = _of_world("memory_allocated")
-max_memory_allocated = _of_world("max_memory_allocated")
-memory_reserved = _of_world("memory_reserved")
-max_memory_reserved = _of_world("max_memory_reserved")
-reset_peak_memory_stats = _of_world("reset_peak_memory_stats")
-mem_get_info = _of_world("mem_get_info")
+memory_allocated = _expose_method("memory_allocated")
+max_memory_allocated = _expose_method("max_memory_allocated")
+memory_reserved = _expose_method("memory_reserved")
+max_memory_reserved = _expose_method("max_memory_reserved")
+reset_peak_memory_stats = _expose_method("reset_peak_memory_stats")
+mem_get_info = _expose_method("mem_get_info")
 
 
 def empty_cache() -> None:
-    """Give wholly free segments back."""
+    """Release the segments that are wholly free."""
     active_world().empty_cache()
 
 
@@ -158,7 +160,7 @@ def manual_seed(seed: int) -> None:
 
 
 def manual_seed_all(seed: int) -> None:
-    """Do nothing: `torch.manual_seed`, which calls this, seeds the CPU's."""
+    """Do nothing: `torch.manual_seed`, which calls this, seeds the CPU's generator."""
 
 
 def get_rng_state(device: Any = None) -> torch.Tensor:
@@ -172,10 +174,10 @@ def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """Return the dtypes of ``torch.autocast("vgpu")``."""
+    """Return the lower-precision dtypes of ``torch.autocast("vgpu")``."""
     return [torch.float16, torch.bfloat16]
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:
-    """Say whether bfloat16 works."""
+    """Return True: bfloat16 is supported."""
     return True

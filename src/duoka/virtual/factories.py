@@ -1,4 +1,4 @@
-"""New tensors on a virtual GPU: torch's factories for a backend."""
+"""Factories: how torch's `empty`, `zeros`, `full` and others make tensors on a virtual GPU."""
 
 from __future__ import annotations
 
@@ -21,13 +21,17 @@ _libraries: list[torch.library.Library] = []
 def _factory(
     name: str, keeps: Callable[[torch.dtype, int], bool] = known_values.keeps_values
 ) -> Any:
-    """Return a factory of torch's for virtual GPUs; `keeps` decides on known values."""
+    """Implement torch's factory `name` for virtual GPUs.
+
+    `keeps` decides, from dtype and number of elements, if values are kept on a GPU without data.
+    """
     make = getattr(torch, name)
 
+    # `rest` is the fill value of `full`, or the strides of `empty_strided`.
     def factory(size: Sequence[int], *rest: Any, **options: Any) -> VirtualTensor:
-        gpu = _ready(options.pop("device", None))
+        gpu = _gpu_of_factory(options.pop("device", None))
         options.pop("pin_memory", None)
-        if options.get("dtype") is None:  # without one `full` takes that of its number
+        if options.get("dtype") is None:  # by default `full` has its value's dtype
             is_full = name == "full"
             options["dtype"] = torch.full((), *rest).dtype if is_full else torch.get_default_dtype()
         where = gpu.data_device
@@ -39,30 +43,32 @@ def _factory(
     return factory
 
 
-def _ready(device: torch.device | None) -> VirtualGpu:
+def _gpu_of_factory(device: torch.device | None) -> VirtualGpu:
+    """Return the GPU for a new tensor, and arm this thread (`world.arm`)."""
     if not thread.armed:
         arm()
     return gpu_of(device)
 
 
 def _fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run operators called without dispatch to the tensor class.
+    """Run an operator that torch doesn't dispatch to `VirtualTensor`.
 
-    Torch turns Python dispatch off while it builds a tensor from Python data; and a factory has no
-    tensor to look at.
+    That happens for factories, which have no tensor among their arguments, and while torch builds a
+    tensor from Python data, with Python dispatch turned off.
     """
-    if _has_virtual(args) or _has_virtual(tuple(kwargs.values())):
+    if _has_virtual_tensor(args) or _has_virtual_tensor(tuple(kwargs.values())):
         return run(func, args, kwargs)
-    gpu = _ready(kwargs.pop("device", None))
+    gpu = _gpu_of_factory(kwargs.pop("device", None))
     kwargs.pop("pin_memory", None)
     return place(func(*args, device=gpu.data_device, **kwargs), gpu)
 
 
-def _has_virtual(values_: tuple[Any, ...]) -> bool:
+def _has_virtual_tensor(values: tuple[Any, ...]) -> bool:
+    """Return True for a virtual tensor among the values, at any depth of lists and tuples."""
     return any(
         isinstance(value, VirtualTensor)
-        or (isinstance(value, (list, tuple)) and _has_virtual(tuple(value)))
-        for value in values_
+        or (isinstance(value, (list, tuple)) and _has_virtual_tensor(tuple(value)))
+        for value in values
     )
 
 
@@ -76,8 +82,8 @@ def install() -> None:
     aten.impl("empty_strided", _factory("empty_strided"), "PrivateUse1")
     for name in ("zeros", "ones", "full"):
         aten.impl(name, _factory(name, known_values.keeps_constant), "PrivateUse1")
-    # `torch.tensor` turns Python dispatch off while it builds a tensor: in a thread not armed
-    # yet the copy to the device comes here, and so does each read of a tensor in a list of numbers.
+    # `torch.tensor` turns Python dispatch off while it builds a tensor: in a thread not armed yet
+    # its copy to the device comes here, and so does each read of a tensor in a list of numbers.
     for name in ("copy_", "_local_scalar_dense"):
         aten.impl(name, partial(run_whole, getattr(torch.ops.aten, name).default), "PrivateUse1")
     everything = torch.library.Library("_", "IMPL")

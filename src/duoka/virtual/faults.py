@@ -1,7 +1,7 @@
-"""Calls with tensors of several devices: CUDA's exceptions, and its errors otherwise.
+"""Device checks: CUDA's errors for mixed devices, and the mixes that CUDA accepts.
 
-This is the one place that judges devices. Operators come here only when not every tensor of a call
-is on one and the same GPU.
+This is the only module that checks devices. A call is checked only if its tensors aren't all on
+the same GPU.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from .tensor import VirtualTensor
 
 
 class MixedDevicesError(RuntimeError):
-    """An operation on tensors of several devices, where CUDA refuses.
+    """Raised for an operation on tensors of several devices where CUDA refuses.
 
-    `tensors` are those of the call that must be on one device, `written` the one that it writes
-    into, `for_cpu` the one that it takes from the CPU alone.
+    `tensors` are the tensors of the call that must be on one device, and `written` is the tensor
+    among them that the call writes to, None if it writes to none. `for_cpu` is the tensor that must
+    be on the CPU, None for most calls.
     """
 
     for_cpu: torch.Tensor | None = None
@@ -38,26 +39,28 @@ class MixedDevicesError(RuntimeError):
 
 _INDEXING = frozenset({"index", "_unsafe_index", "_unsafe_index_put"})
 _INDEXING |= {"index_put", "index_put_", "_index_put_impl_"}
+# Operators with the error text of pointwise ones.
 _TWO_DEVICES = frozenset({"cat", "stack", "where", "mse_loss", "smooth_l1_loss", "huber_loss"})
-# Arguments that CUDA's operators take from the CPU.
+# Arguments that must be on the CPU.
 _ON_CPU = {
     "_pack_padded_sequence": "lengths",
     "_pack_padded_sequence_backward": "batch_sizes",
     "_pad_packed_sequence": "batch_sizes",
 }
-# CUDA's embedding is a selection of rows, and its error says so.
-_SPOKEN = {"embedding": ("index_select", {"indices": "index"})}
-# Their `value` is read, as `item` reads it, wherever it is.
+# The names in CUDA's error, where they differ: its embedding is a selection of rows.
+_REPORTED_NAMES = {"embedding": ("index_select", {"indices": "index"})}
+# A single number as `value` may be on any device: it is read, as `item` reads it.
 _READS_VALUE = frozenset({"fill", "fill_", "masked_fill", "masked_fill_"})
 _READS_VALUE |= {"index_fill", "index_fill_"}
-_OWN_WORDS = {
+# Operators with an error text of their own, and the argument named in it.
+_OWN_TEXTS = {
     **dict.fromkeys(("masked_fill", "masked_fill_", "masked_select"), "mask"),
     **dict.fromkeys(("index_fill", "index_fill_"), "index"),
     **dict.fromkeys(("index_add", "index_add_"), "source"),
 }
 
 
-# The tensors of a call are compared with the first of them, but for those that CUDA accepts:
+# Every tensor of a call must be on the device of the first, except where CUDA accepts another:
 #
 #   x + c                       c on the CPU, 0 dims: read as a number (pointwise operators)
 #   torch.where(m, x, c)        c anywhere, 0 dims: moved
@@ -66,7 +69,7 @@ _OWN_WORDS = {
 #   x[i] = c                    c anywhere, 0 dims
 #   pack_padded_sequence(x, n)  n on the CPU: required
 def check_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let a call pass whose tensors are on several devices if CUDA would; raise as CUDA does."""
+    """Raise CUDA's error if CUDA would refuse a call for the devices of its tensors."""
     name = func._schema.name.removeprefix("aten::")
     tensors = list(_named_tensors(func, args, kwargs))
     arguments = [part for part in func._schema.arguments if part.alias_info is not None]
@@ -88,39 +91,42 @@ def check_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     for argument, tensor in checked_tensors[1:]:
         _, base = checked_tensors[0]
         if not _on_same_device(base, tensor):
-            text = _text(func, name, argument, base, tensor)
-            raise _mixed(text, func, checked_tensors, written)
+            text = _message(func, name, argument, base, tensor)
+            raise _mixed_devices_error(text, func, checked_tensors, written)
 
 
-def _mixed(
+def _mixed_devices_error(
     text: str, func: Any, tensors: list[tuple[str, torch.Tensor]], written: set[str]
 ) -> MixedDevicesError:
+    """Make the error; `tensors` have the names of their arguments, `written` is a set of names."""
     target = next((tensor for argument, tensor in tensors if argument in written), None)
     return MixedDevicesError(text, func, [tensor for _, tensor in tensors], target)
 
 
 def _check_indexing(func: Any, tensors: list[tuple[str, torch.Tensor]], written: set[str]) -> None:
+    """Check a call that indexes: indices may be on the CPU, and a written number anywhere."""
     _, self = tensors[0]
     for argument, tensor in tensors[1:]:
         if _on_same_device(self, tensor):
             continue
         if argument == "indices" and tensor.device.type != "cpu":
             text = "indices should be either on cpu or on the same device as the indexed tensor "
-            raise _mixed(f"{text}({self.device})", func, tensors, written)
+            raise _mixed_devices_error(f"{text}({self.device})", func, tensors, written)
         if argument != "indices" and tensor.dim() > 0:
-            raise _mixed(_two_devices(self, tensor), func, tensors, written)
+            raise _mixed_devices_error(_two_devices_text(self, tensor), func, tensors, written)
 
 
-def _text(func: Any, name: str, argument: str, base: torch.Tensor, tensor: torch.Tensor) -> str:
-    if argument == _OWN_WORDS.get(name):
+def _message(func: Any, name: str, argument: str, base: torch.Tensor, tensor: torch.Tensor) -> str:
+    """Return CUDA's text for a call whose argument isn't on the base tensor's device."""
+    if argument == _OWN_TEXTS.get(name):
         return (
             f"{name}: expected self and {argument} to be on the same device, but got {argument} "
             f"on {tensor.device} and self on {base.device}"
         )
     if torch.Tag.pointwise in func.tags or name in _TWO_DEVICES:
-        return _two_devices(base, tensor)
-    name, spoken = _SPOKEN.get(name, (name, {}))
-    argument = spoken.get(argument, argument)
+        return _two_devices_text(base, tensor)
+    name, arguments = _REPORTED_NAMES.get(name, (name, {}))
+    argument = arguments.get(argument, argument)
     return (
         f"Expected all tensors to be on the same device, but got {argument} is on "
         f"{tensor.device}{_world_note(base, tensor)}, different from other tensors on "
@@ -128,7 +134,8 @@ def _text(func: Any, name: str, argument: str, base: torch.Tensor, tensor: torch
     )
 
 
-def _two_devices(base: torch.Tensor, tensor: torch.Tensor) -> str:
+def _two_devices_text(base: torch.Tensor, tensor: torch.Tensor) -> str:
+    """Return CUDA's text for a pointwise operator on two devices."""
     return (
         "Expected all tensors to be on the same device, but found at least two devices, "
         f"{base.device} and {tensor.device}{_world_note(base, tensor)}!"
@@ -148,6 +155,7 @@ def _on_same_device(base: torch.Tensor, tensor: torch.Tensor) -> bool:
 def _named_tensors(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a call, each with the name of its argument."""
     names = (argument.name for argument in func._schema.arguments)
     for name, value in (*zip(names, args, strict=False), *kwargs.items()):
         for item in value if isinstance(value, (list, tuple)) else (value,):

@@ -1,9 +1,9 @@
-"""Known values on a GPU with meta data.
+"""Known values on a virtual GPU without data, whose tensors are on the meta device.
 
-Model code reads values: masks, positions, lengths. So small integer and boolean tensors, and what
-is computed from known values alone, keep their numbers (in host memory) beside weights that have
-none. A tensor is *known* when its backing is a CPU tensor, *unknown* when it is a meta tensor.
-Where a known one meets an unknown one, the result is unknown.
+Model code reads values: masks, positions, lengths. So small integer and boolean tensors, and small
+results computed from known values alone, keep their numbers in host memory, while weights have
+none. A tensor is *known* if its backing is a CPU tensor, *unknown* if it is a meta tensor. The
+result of an operation on both kinds is unknown.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
 
 
 KNOWN_LIMIT_BYTES = 16 * 2**20
-"""The largest tensor whose values are kept on a GPU with meta data."""
+"""The largest tensor whose values are kept on a GPU without data."""
 
 GROWN_LIMIT_BYTES = 2**20
-"""The same for a tensor with more elements than any that it is computed from.
+"""The same for a result with more elements than any of its operands.
 
-Positions and padding masks are read by models, and are long; the attention masks that are broadcast
-from them are far larger, and are not read.
+Models read positions and padding masks, which may be long. They don't read the attention masks
+broadcast from these, which are far larger.
 """
 
 REAL_BYTES = 2**30
-"""The most bytes of parameters with which real numbers are computed, where code asks for them."""
+"""The most bytes of parameters with which `with_values` computes real numbers."""
 
 KNOWN_CONSTANT_BYTES = 2**20
 """The largest floating-point tensor of ones, zeros or another constant whose values are kept."""
 
 T = TypeVar("T")
 _aten = torch.ops.aten
-# Their result's shape comes from values, or they return a value: no meta kernel can answer.
+# The result's shape depends on values, or the result is a value: meta kernels can't run these.
 _NEEDS_VALUES = {_aten.repeat_interleave.Tensor} | {
     getattr(_aten, name).default
     for name in (
@@ -52,22 +52,22 @@ _NEEDS_VALUES = {_aten.repeat_interleave.Tensor} | {
     )
 }
 _MASK_DTYPES = (torch.bool, torch.uint8)
-# Operators whose result may be larger than their operands: shaped first, then computed.
+# Operators whose result may exceed the bound of `_is_small`: shape-inferred first, then computed.
 _GROW = frozenset({"repeat", "constant_pad_nd", "tile", "one_hot", "_pad_enum"})
-# What operators return on meta tensors is worked out once for each combination of shapes: layers
-# make the same calls again and again, and PyTorch's shape rules are slow Python. Neither values nor
-# writes come here (a write may resize what it writes to), nor what shares memory with an argument.
+# Results on meta tensors are inferred once for each combination of shapes: layers repeat the same
+# calls, and PyTorch's shape rules are slow Python. Not cached are writes, which may resize their
+# target, and operators whose result shares memory with an argument.
 _MOST_CALLS = 2**14
 _PLAIN = frozenset({str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 _results: dict[Any, Any] = {}
 _direct: set[Any] = set()
-"""Operators whose results may share an operand's memory (``_unsafe_view``), or are no tensors."""
+"""Uncached operators: results share an operand's memory (``_unsafe_view``) or aren't tensors."""
 _MASKED_WRITES = frozenset({"index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"})
 _INDEXING = _MASKED_WRITES | {"index", "_unsafe_index"}
 
 
 class UnknownValueError(VirtualDeviceError):
-    """Raised where code reads an unknown value of a GPU with meta data."""
+    """Raised where code reads an unknown value on a GPU without data."""
 
     def __init__(self, message: str) -> None:
         super().__init__(
@@ -85,7 +85,7 @@ def unknown_value(what: str) -> UnknownValueError:
 
 
 def caller() -> tuple[str, int]:
-    """Return file and line of the innermost frame of model code."""
+    """Return file and line of the innermost frame of model code; "unknown" and 0 without one."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_model_code(frame.f_code):
@@ -95,32 +95,38 @@ def caller() -> tuple[str, int]:
 
 
 def keeps_values(dtype: torch.dtype, num_elements: int) -> bool:
-    """Return True if a new tensor on a meta GPU keeps its numbers."""
+    """Return True if a new tensor keeps its values on a GPU without data.
+
+    These are integers and booleans up to `KNOWN_LIMIT_BYTES`, and tensors of a single number.
+    """
     if num_elements * dtype.itemsize > KNOWN_LIMIT_BYTES:
         return False
     return num_elements == 1 or not (dtype.is_floating_point or dtype.is_complex)
 
 
 def keeps_constant(dtype: torch.dtype, num_elements: int) -> bool:
-    """Return True if a new constant tensor keeps its number: masks are made like this."""
+    """Return True if a new tensor of one constant keeps its values: masks are made like this."""
     num_bytes = num_elements * dtype.itemsize
     return num_bytes <= KNOWN_CONSTANT_BYTES or keeps_values(dtype, num_elements)
 
 
 def current(tensor: VirtualTensor) -> torch.Tensor:
-    """Return the backing tensor of a storage overwritten by unknown values."""
+    """Return a tensor's meta backing, for a storage overwritten by unknown values.
+
+    A backing on the CPU, which is outdated, is replaced first.
+    """
     unknown = tensor.block.unknown
     assert unknown is not None
     if not tensor.backing.is_meta:
-        tensor.backing = _over(unknown, tensor.backing)
+        tensor.backing = _meta_view(unknown, tensor.backing)
     return tensor.backing
 
 
 def forget(tensor: VirtualTensor) -> None:
-    """Turn a known tensor, with everything on its storage, into an unknown tensor."""
-    # A property of the storage, since views share its numbers. Example: v = a[1:], then a is filled
-    # with unknown values: the block is marked, `a` gets a meta backing now, and v gets its own when
-    # an operator next takes it (`current`).
+    """Make a known tensor unknown, together with all views of its storage."""
+    # Unknown is a property of the storage, since views share its numbers. Example: v = a[1:], then
+    # `a` is filled with unknown values: the block is marked, `a` gets a meta backing now, and `v`
+    # gets its own when an operator next takes it (`current`).
     if tensor.block.unknown is None and not tensor.backing.is_meta:
         tensor.block.forget()
         current(tensor)
@@ -140,19 +146,22 @@ def forget(tensor: VirtualTensor) -> None:
 # some unknown      yes  (nonzero, item)           UnknownValueError
 # known mask        x[mask] with unknown x         shape alone: the mask's positions are known
 def execute(func: Any, args: list[Any], kwargs: dict[str, Any], *, writes: bool = False) -> Any:
-    """Run a call whose arguments are known, unknown or both."""
-    # All known: computed. Some unknown: only shapes are inferred, unless the shape itself is in the
-    # values. Indexing is between the two: known masks become positions, whose number is known.
+    """Run an operator on backing tensors: compute if all are known, else infer shapes alone.
+
+    `writes` is True for an operator that writes to an argument: it runs always, and uncached.
+    """
+    # With some unknown operands the shape must not depend on their values. Indexing by a known mask
+    # is allowed: the mask is replaced by the positions of its True elements.
     num_known, num_unknown = count(args, kwargs)
     if num_unknown == 0:
         return func(*args, **kwargs) if writes else _evaluate(func, args, kwargs)
     if func in _NEEDS_VALUES:
         raise unknown_value(str(func))
-    name = func._schema.name[6:]
+    name = func._schema.name[6:]  # without "aten::"
     if name in _INDEXING:
         masks = [i for i in _tensors(args[1:2]) if i.is_meta and i.dtype in _MASK_DTYPES]
         if name in _MASKED_WRITES and masks:
-            # Which elements are written is unknown, the shape is not.
+            # An unknown mask leaves the written elements unknown, but not the shape.
             return args[0] if writes else torch.empty_like(args[0], device="meta")
         args = [args[0], _positions(args[1]), *args[2:]]
     if num_known or name in _INDEXING:
@@ -170,7 +179,7 @@ def execute(func: Any, args: list[Any], kwargs: dict[str, Any], *, writes: bool 
 
 
 def even_choice(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a call; unknown scores choose every candidate in turn, as a known choice."""
+    """Run an operator; `topk` of unknown scores returns known indices, every candidate in turn."""
     result = execute(func, args, kwargs)
     if func is not _aten.topk.default or not args[0].is_meta:
         return result
@@ -184,10 +193,11 @@ def even_choice(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def with_values(run: Callable[[str], T], num_bytes: Callable[[], int]) -> T:
-    """Run on GPUs without data, or, where code reads values, with as few values as possible.
+    """Call `run` with the cheapest kind of data on virtual GPUs that answers all reads of values.
 
-    Code that reads choices (of experts) is given even ones; where that won't do, and the parameters
-    take few bytes, real numbers.
+    First with "meta"; if code reads unknown values, with "even", which makes choices of experts
+    known; if that isn't enough either, and the parameters take at most `REAL_BYTES` (`num_bytes`),
+    with "cpu", which computes real numbers.
     """
     with suppress(UnknownValueError):
         return run("meta")
@@ -200,7 +210,7 @@ def with_values(run: Callable[[str], T], num_bytes: Callable[[], int]) -> T:
 
 
 def unknown_numbers_as(number: float) -> AbstractContextManager[None]:
-    """Answer reads of unknown floating-point numbers with this number, inside the scope."""
+    """Return `number` from reads of unknown floating-point values in this thread, in the scope."""
     return thread_state(unknown_number=number)
 
 
@@ -221,7 +231,7 @@ def count(args: list[Any], kwargs: dict[str, Any]) -> tuple[int, int]:
 
 
 def _evaluate(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Compute a call whose operands are all known, unless the result would be too large."""
+    """Compute a call on known operands; a result too large to keep is only shape-inferred."""
     if func in _NEEDS_VALUES or func.is_view or _is_small(func, args):
         return func(*args, **kwargs)
     shapes = without_values(args), {key: without_values(value) for key, value in kwargs.items()}
@@ -239,7 +249,10 @@ def _evaluate(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_small(func: Any, args: list[Any]) -> bool:
-    """Bound the result by the product of the operands' sizes: true of broadcasts and products."""
+    """Return True if the result has at most `GROWN_LIMIT_BYTES`, without inferring its shape.
+
+    The bound is the product of the operands' sizes, which no broadcast or matrix product exceeds.
+    """
     if func._schema.name[6:] in _GROW:
         return False
     bound = 8
@@ -249,6 +262,7 @@ def _is_small(func: Any, args: list[Any]) -> bool:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among arguments or results, and in lists among them."""
     for value in values:
         for item in value if type(value) is list else (value,):
             if isinstance(item, torch.Tensor):
@@ -256,7 +270,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def without_values(value: Any) -> Any:
-    """Return an argument with all tensors inside on meta."""
+    """Return an argument with the tensors in it replaced by meta tensors of their geometry."""
     if isinstance(value, torch.Tensor):
         if value.is_meta:
             return value
@@ -266,8 +280,8 @@ def without_values(value: Any) -> Any:
     return value
 
 
-def _over(storage_of: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """Show the same geometry over a meta storage."""
+def _meta_view(storage_of: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """Return a meta tensor with the geometry of `view`, on the storage of `storage_of`."""
     view_on_meta = torch.empty(0, dtype=view.dtype, device="meta")
     storage = storage_of.untyped_storage()
     view_on_meta.set_(storage, view.storage_offset(), view.shape, view.stride())
@@ -275,7 +289,7 @@ def _over(storage_of: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
 
 
 def _positions(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Turn known masks into the selected positions, whose shape is known."""
+    """Replace known masks among indices by the positions of their True elements."""
     positions: list[torch.Tensor | None] = []
     for index in indices:
         is_known_mask = index is not None and not index.is_meta and index.dtype in _MASK_DTYPES
@@ -292,7 +306,7 @@ def _grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Shape of grouped matrix products; PyTorch's own rule knows only bfloat16.
+    """Infer the shape of grouped matrix products; PyTorch's own rule supports only bfloat16.
 
     left [tokens, in] or [groups, tokens, in]; right [groups, in, out] or [in, out].
     """
@@ -303,25 +317,26 @@ def _grouped_mm(
     return left.new_empty((*rows, right.shape[-1]), dtype=out_dtype or left.dtype)
 
 
+# Shape rules used instead of PyTorch's own.
 _RULES: dict[Any, Any] = {torch.ops.aten._grouped_mm.default: _grouped_mm}
 
 
-class _Uncountable(Exception):
-    """Raised for a call without a key made of its shapes."""
+class _Uncacheable(Exception):
+    """Raised for a call that can't be cached by its shapes and rebuilt."""
 
 
 def _infer_shapes(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Call an operator on meta tensors, or rebuild the results of an equal earlier call."""
+    """Call an operator on meta tensors, or rebuild the results of an identical earlier call."""
     if func in _direct:
         return func(*args, **kwargs)
     func = _RULES.get(func, func)
     try:
         key = (
             func,
-            tuple([_picture(value) for value in args]),
-            tuple([(name, _picture(value)) for name, value in kwargs.items()]),
+            tuple([_key_of(value) for value in args]),
+            tuple([(name, _key_of(value)) for name, value in kwargs.items()]),
         )
-    except _Uncountable:
+    except _Uncacheable:
         return func(*args, **kwargs)
     cached_recipe = _results.get(key)
     if cached_recipe is not None:
@@ -329,7 +344,7 @@ def _infer_shapes(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     result = func(*args, **kwargs)
     try:
         recipe = _recipe(result, args)
-    except _Uncountable:
+    except _Uncacheable:
         _direct.add(func)
         return result
     if len(_results) >= _MOST_CALLS:
@@ -338,41 +353,44 @@ def _infer_shapes(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     return result
 
 
-def _picture(value: Any) -> Any:
+def _key_of(value: Any) -> Any:
+    """Return an argument as part of a cache key: tensors by shape, strides and dtype."""
     kind = type(value)
     if kind is torch.Tensor:
         return value.shape, value.stride(), value.dtype
     if kind is list or kind is tuple:
-        return tuple([_picture(item) for item in value])
+        return tuple([_key_of(item) for item in value])
     if kind is int or kind is float or kind is bool:
         # 1, 1.0 and True are one key otherwise.
         return kind, value
     if value is None or kind in _PLAIN:
         return value
-    raise _Uncountable
+    raise _Uncacheable
 
 
 # The recipe of a tensor is (shape, stride, dtype), that of several results (type, recipes). An
 # operator whose result shares memory with an argument has none: rebuilt as an empty tensor, a view
 # would lose its storage, on which the accounting is based.
 def _recipe(result: Any, args: list[Any]) -> Any:
+    """Describe a result for `_rebuild`; raise `_Uncacheable` if that is impossible."""
     if type(result) is torch.Tensor:
         storage = result.untyped_storage()._cdata
-        if any(_shares(value, storage) for value in args):
-            raise _Uncountable
+        if any(_shares_storage(value, storage) for value in args):
+            raise _Uncacheable
         return result.shape, result.stride(), result.dtype
     if type(result) in (tuple, list):
         return type(result), [_recipe(item, args) for item in result]
-    raise _Uncountable
+    raise _Uncacheable
 
 
-def _shares(value: Any, storage: int) -> bool:
+def _shares_storage(value: Any, storage: int) -> bool:
     if type(value) is list or type(value) is tuple:
-        return any(_shares(item, storage) for item in value)
+        return any(_shares_storage(item, storage) for item in value)
     return type(value) is torch.Tensor and value.untyped_storage()._cdata == storage
 
 
 def _rebuild(recipe: Any) -> Any:
+    """Make new meta tensors by a recipe."""
     if len(recipe) == 2:
         kind, items = recipe
         return kind([_rebuild(item) for item in items])

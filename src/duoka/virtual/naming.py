@@ -1,10 +1,10 @@
 """Torch's names of virtual GPUs: ``privateuseone:0``, or ``vgpu:0`` on request.
 
-torch keeps one place for devices that it doesn't know. To name that place makes it torch's
+torch has a single slot for device types that it doesn't know. Naming this slot makes it torch's
 accelerator for the rest of the process, even beside CUDA: backward on CUDA then fails, and memory
-is no longer pinned. Backward on virtual GPUs, in turn, works when they are the accelerator. So the
-name is given to those who ask for virtual GPUs by it, and for backward where there is no CUDA; what
-duoka runs for its own purposes in a process that may use CUDA afterwards does without.
+is no longer pinned. Backward on virtual GPUs, in turn, needs them to be the accelerator. So the
+slot is named only if a user requests virtual GPUs by name, and for backward where there is no CUDA.
+Traces and checks that duoka runs for itself, maybe before CUDA is used, leave the slot unnamed.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from __future__ import annotations
 import torch
 
 PLACE = "privateuseone"
-"""torch's name for the place, which it understands even when the place has another."""
+"""torch's own name of the slot, which it accepts even after the slot is renamed."""
 
 NAME = "vgpu"
 
 
 def virtual_device(index: int) -> torch.device:
-    """Return the device of the virtual GPU of this number."""
+    """Return the device of the virtual GPU with this index."""
     return torch.device(PLACE, index)
 
 
 def is_virtual(device: torch.device) -> bool:
-    """Return True for the device of a virtual GPU."""
+    """Return True if a device is a virtual GPU, under either name."""
     return device.type in (PLACE, NAME)
 
 
 def device_type() -> str:
-    """Return the type of a virtual GPU's device, as it is called in this process now."""
+    """Return the current device type of virtual GPUs: ``privateuseone``, or ``vgpu`` if named."""
     return virtual_device(0).type
 
 

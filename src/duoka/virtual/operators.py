@@ -1,8 +1,9 @@
 """How each ATen operator runs on virtual tensors.
 
-An operator's handler is chosen once, from its schema: composite ones are taken apart (as on CUDA),
-views share their block, writes return what they wrote to, the rest makes new tensors. The few that
-need more bring a handler of their own (`transfers`, `attention`, `cuda_only`).
+An operator's handler is chosen once, from its schema: composite operators are decomposed (as on
+CUDA), views share the storage block of their input, writes return the written argument, and all
+others make new tensors. Other modules register handlers of their own (`transfers`, `attention`,
+`cuda_only`, `temporaries`).
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ handlers: dict[Any, Handler] = {}
 """The handler of every operator seen so far, and of those that have their own."""
 
 _ATEN = torch.ops.aten
-# cuBLAS's, so that the first of them takes its workspace.
-# Not here: `_int_mm`, which gets no workspace, and products with packed weights, of PyTorch's own.
+# Matrix products of cuBLAS, the first of which allocates a workspace. Not among them are `_int_mm`,
+# which gets no workspace, and products with packed weights, which are PyTorch's own kernels.
 _PRODUCTS = frozenset(
     {
         _ATEN.mm, _ATEN.bmm, _ATEN.mv, _ATEN.dot, _ATEN.vdot,
@@ -37,18 +38,18 @@ _PRODUCTS = frozenset(
         _ATEN._scaled_mm, _ATEN._grouped_mm,
     }
 )  # fmt: skip
-# From torch 2.13 on outer products of batches, as rotary embeddings make them, are Triton's.
+# From torch 2.13 on Triton computes batched outer products, as in rotary embeddings.
 _OUTER_IS_TRITONS = "torch._native.ops.bmm_outer_product" in sys.modules
 _NO_BACKWARD = -1
-_NO_RESULT = object()
-_taken_apart: set[Any] = set()
+_NO_RESULT = object()  # returned after an error in backward, see `run`
+_decomposed: set[Any] = set()
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one ATen operator on virtual tensors."""
+    """Run one ATen operator on virtual tensors, and report it to this thread's listener."""
     handler = handlers.get(func)
     if handler is None:
-        handler = handlers[func] = _choose(func)
+        handler = handlers[func] = _choose_handler(func)
     state = thread
     if not state.armed:
         arm()
@@ -58,23 +59,23 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             is_backward = torch._C._current_graph_task_id() != _NO_BACKWARD
             result.block.gpu.multiply(in_backward=is_backward)
         listener = state.listener
-        if listener is not None and func not in _taken_apart:
+        if listener is not None and func not in _decomposed:
             listener.operation(func, args, kwargs, result)
     except Exception as error:
         is_awaited = state.arbiter is not None and isinstance(error, MixedDevicesError)
         if is_awaited or torch._C._current_graph_task_id() == _NO_BACKWARD:
             raise
-        # A Python error ends the process where it leaves a node of autograd's that PyTorch wrote:
-        # the guard of the node's stream, which is in Python, meets it on the way. What can't be a
-        # result makes PyTorch raise an error of its own there, in whose place `run_backward`
-        # raises this one.
+        # In backward a Python error that leaves one of PyTorch's own autograd nodes would end the
+        # process: it passes the guard of the node's stream, which is in Python. So the error is
+        # kept, and an object returned that can't be a result: PyTorch raises an error of its own
+        # for the object, in whose place `run_backward` raises the kept one.
         state.failure = state.failure or error
         return _NO_RESULT
     return result
 
 
 def run_whole(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an operator with the arguments of its call, as torch's libraries pass them."""
+    """Run an operator with its arguments unpacked, as `torch.library` passes them."""
     return run(func, args, kwargs)
 
 
@@ -89,15 +90,15 @@ def is_product(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def with_failures(engine: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap autograd's engine to raise the errors of operations inside."""
+    """Wrap autograd's engine: raise the error that `run` kept for an operation inside."""
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         if thread.armed:
-            # Scopes of inference mode turn it on again (see `world.arm`).
+            # Scopes of inference mode turn multithreading on again (see `world.arm`).
             torch._C._set_multithreading_enabled(False)
             if can_do_backward():
                 give_name()
-        thread.failure = None  # one of an earlier run, which code in it went on after
+        thread.failure = None  # left by an earlier run, whose code caught the error
         try:
             return engine(*args, **kwargs)
         except RuntimeError as error:
@@ -125,22 +126,26 @@ def make(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def below(whole: Callable[..., Any]) -> Handler:
-    """Return the handler of an operator decomposed by autograd, for inference mode."""
+    """Return a handler that calls `whole`, an operator's implementation for autograd.
+
+    Inference mode skips autograd, and so comes to the handler.
+    """
     return lambda func, args, kwargs: whole(*args, **kwargs)
 
 
-# operator               handler       condition
-# matmul, linear         _take_apart   CompositeImplicitAutograd: made of other operators
-# add_, addmm_           _Write        an argument with "!" in the schema, which is written
-# view, transpose        _view         every result aliases an argument
-# mm, add, exp           make          none of these: the results are new tensors
-def _choose(func: Any) -> Handler:
+# operator               handler         condition
+# matmul, linear         _decompose      CompositeImplicitAutograd: made of other operators
+# add_, addmm_           _WriteHandler   an argument with "!" in the schema, which is written
+# view, transpose        _view           every result aliases an argument
+# mm, add, exp           make            none of these: the results are new tensors
+def _choose_handler(func: Any) -> Handler:
+    """Choose the handler of an operator by its kernels and its schema."""
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-        _taken_apart.add(func)
-        return _take_apart
+        _decomposed.add(func)
+        return _decompose
     schema = func._schema
     if any(_writes(argument) for argument in schema.arguments):
-        return _Write(func)
+        return _WriteHandler(func)
     aliases = [value.alias_info is not None for value in schema.returns]
     return _view if aliases and all(aliases) else make
 
@@ -149,12 +154,13 @@ def _writes(argument: Any) -> bool:
     return argument.alias_info is not None and bool(argument.alias_info.is_write)
 
 
-def _take_apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a composite operator as its parts, in inference mode."""
     return func.decompose(*args, **kwargs)
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator whose results are views: they share their input's block."""
     if torch.is_inference_mode_enabled() and not args[0].is_inference():
         # A view of a normal tensor is a normal tensor, also in inference mode.
         with torch.inference_mode(False):
@@ -163,21 +169,21 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     block = args[0].block
     out = func(*plain.args, **plain.kwargs)
     if isinstance(out, torch.Tensor):
-        # A kernel that returns its argument would tie the geometry of two tensors together.
+        # A kernel may return the argument itself; detached, the result has its own geometry.
         return wrap(out.detach() if out is plain.args[0] else out, block)
     return type(out)([wrap(item, block) for item in out])
 
 
-# An operator's schema tells everything that a handler of writes needs, for example
+# The schema of an operator states its writes, for example
 #
 #   addmm_(Tensor(a!) self, Tensor mat1, Tensor mat2) -> Tensor(a!)      writes and returns self
 #   topk.values(…, *, Tensor(a!) values, Tensor(b!) indices) -> (Tensor(a!), Tensor(b!))
 #
 # Arguments with "!" are written; a result with the same letter is that argument itself, not a new
-# tensor. On a GPU with meta data a write of unknown values makes the written storage unknown, and
-# the arguments are unwrapped again, since their backing tensors have changed.
-class _Write:
-    """The handler of an operator with written arguments, returned or not."""
+# tensor. On a GPU without data a write of unknown values makes the written storage unknown, and the
+# arguments are unwrapped again, since their backing tensors have changed.
+class _WriteHandler:
+    """The handler of an operator that writes to arguments, and may return them."""
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
@@ -199,7 +205,7 @@ class _Write:
         plain, gpu = op_call.unwrap(func, args, kwargs)
         if gpu.meta:
             _, num_unknown = known_values.count(plain.args, plain.kwargs)
-            if num_unknown:  # what was known in these arguments no longer is
+            if num_unknown:  # the written tensors become unknown
                 for tensor in written:
                     known_values.forget(tensor)
                 plain, gpu = op_call.unwrap(func, args, kwargs)
@@ -208,7 +214,7 @@ class _Write:
             out = func(*plain.args, **plain.kwargs)
         if self._reshapes:
             for tensor in written:
-                _follow(tensor, gpu)
+                _follow_reshape(tensor, gpu)
         outs = (out,) if len(self._returned) == 1 else out or ()
         results = tuple(
             op_call.wrap_results(item, gpu) if name is None else by_name.get(name)
@@ -224,13 +230,15 @@ def _is_alias(value: Any, argument: Any) -> bool:
 
 
 def _virtual_tensors(values: Iterable[Any]) -> Iterator[VirtualTensor]:
+    """Yield the virtual tensors among arguments, and in lists and tuples among them."""
     for value in values:
         for item in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(item, VirtualTensor):
                 yield item
 
 
-def _follow(tensor: VirtualTensor, gpu: VirtualGpu) -> None:
+def _follow_reshape(tensor: VirtualTensor, gpu: VirtualGpu) -> None:
+    """Update a written tensor whose backing was reshaped; values too large are forgotten."""
     backing = tensor.backing
     if tensor.shape != backing.shape or tensor.stride() != backing.stride():
         resync(tensor)

@@ -1,7 +1,7 @@
-"""Memory of CUDA kernels for the time of an operation, beside its results.
+"""Temporary buffers of CUDA kernels: memory beside the results, freed when the operation ends.
 
-Measured with PyTorch's CUDA build. What stays under a percent of an operation's result (partial
-sums, the scratch of cumulative sums and of the largest few) isn't counted.
+Measured with PyTorch's CUDA build. Buffers of less than a percent of an operation's result (partial
+sums, the scratch of `cumsum` and `topk`) aren't counted.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from .operators import below, handlers, make, run_whole
 
 _aten = torch.ops.aten
 _SORTED_IN_SHARED_MEMORY = 4096
-_SORT_TABLE_BYTES = 8704  # and a third of a byte for each number, up to a million of them
+_SORT_TABLE_BYTES = 8704  # plus a third of a byte per number, for rows of up to a million
 _WHOLE = ("silu_backward", "mish_backward")
-"""Operators with a CUDA kernel, decomposed on other backends."""
+"""Operators with a CUDA kernel of their own, which other backends decompose."""
 
 _libraries: list[torch.library.Library] = []
 
 
-# Bytes of buffers beside a result, from the result and the arguments.
+# By operator: a function from the result and the arguments to the bytes of each buffer.
 _BUFFERS: dict[Any, Callable[[Any, Any], tuple[int, ...]]] = {
     # The exponentials and their sums.
     _aten.logsumexp.default: lambda out, args: (args[0].nbytes, out.nbytes),
-    # The random numbers, each for a weight.
+    # A random number for each weight.
     _aten.multinomial.default: lambda out, args: (args[0].nbytes,),
-    # The search for rows without any attention, after the softmax.
+    # The search for fully masked rows: a boolean per element, one per row, and a number.
     _aten._safe_softmax.default: lambda out, args: (
         *(out.numel(), out.numel() // max(out.shape[args[1]], 1)),
         out.element_size(),
     ),
-    # The copy of a broadcast mask, and the int64 positions counted over it.
+    # The copy of a broadcast mask, and int64 positions, the cumulative sum of the mask.
     _aten.masked_scatter.default: lambda out, args: (
         0 if args[1].is_contiguous() and args[1].shape == out.shape else out.numel(),
         8 * out.numel(),
@@ -44,35 +44,36 @@ _BUFFERS: dict[Any, Callable[[Any, Any], tuple[int, ...]]] = {
 
 
 def _make_with_buffers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator of `_BUFFERS`, and charge its buffers."""
     out = make(func, args, kwargs)
     out.gpu.charge(*_BUFFERS[func](out, args))
     return out
 
 
 def _softmax_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Charge the product of gradient and output."""
+    """Compute the gradient of a softmax; charge a buffer for the product of gradient and output."""
     result = cuda_only.softmax_backward(func, args, kwargs)
     result.gpu.charge(args[0].nbytes)
     return result
 
 
 def _sort(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Charge the buffers of radix sort; several rows are sorted together, by row and value."""
+    """Sort, and charge the buffers of radix sort; rows are sorted together, by row and value."""
     ordered, order = result = make(func, args, kwargs)
     dim = args[1] if func is _aten.sort.default and len(args) > 1 else kwargs.get("dim", -1)
     length = ordered.shape[dim] if ordered.dim() else 1
-    # One row alone always counts as a long one: what a step does must not depend on its tokens.
+    # A single row always counts as long: a step's operations must not depend on its tokens.
     if ordered.dim() == 1 or length > _SORTED_IN_SHARED_MEMORY:
         rows = [order.nbytes, ordered.nbytes] if ordered.numel() > length else []
-        tables = 0  # of a row of tokens, where no rule could tell them
+        tables = 0  # for a single row, as a profile's rules couldn't express them
         if ordered.dim() > 1:
             tables = _SORT_TABLE_BYTES + ordered.numel() // length * (length // 3)
         ordered.gpu.charge(order.nbytes, *rows, order.nbytes + ordered.nbytes + tables)
     return result
 
 
-def _softmax(name: str) -> Any:
-    """Return a softmax with the conversion from half precision to fp32 inside the kernel."""
+def _make_softmax(name: str) -> Any:
+    """Make a softmax that converts from fp16 to fp32 inside the kernel, as on CUDA."""
     kernel = getattr(_aten, f"_{name}").default
 
     def softmax(tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
@@ -90,11 +91,11 @@ def install() -> None:
     handlers[_aten.sort.default] = handlers[_aten.sort.stable] = _sort
     library = torch.library.Library("aten", "IMPL")
     for name in ("softmax", "log_softmax"):
-        softmax = _softmax(name)
+        softmax = _make_softmax(name)
         library.impl(f"{name}.int", softmax, "AutogradPrivateUse1")
         handlers[getattr(_aten, name).int] = below(softmax)
     for name in _WHOLE:
-        # Registered for the backend, it is no longer taken apart before it comes to the tensors.
+        # An operator registered for the backend isn't decomposed before `__torch_dispatch__`.
         whole = getattr(_aten, name).default
         handlers[whole] = make
         library.impl(name, partial(run_whole, whole), "PrivateUse1")

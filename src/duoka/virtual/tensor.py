@@ -1,4 +1,4 @@
-"""A tensor on a virtual GPU: torch's view of it outside, the backing tensor inside."""
+"""Tensors on virtual GPUs: each wraps a backing tensor on the CPU or on meta."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ _make = torch.Tensor._make_wrapper_subclass
 Runner = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _refuse_unregistered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Refuse operations before `install_operators`."""
     raise AssertionError("no operators installed: the backend isn't registered")
 
 
-_runner: Runner = _run
+_runner: Runner = _refuse_unregistered
 
 
 def install_operators(run: Runner) -> None:
-    """Install the runner of operations (tensors know nothing of operators)."""
+    """Set the function that runs every operation; this module doesn't import the operators."""
     global _runner
     _runner = run
 
@@ -38,21 +39,21 @@ def install_operators(run: Runner) -> None:
 #     .backing      a plain tensor of the same geometry on the CPU or on meta, with the numbers
 #     .block        the storage, shared with views: its GPU, and the bytes charged to the allocator
 #
-# Autograd works on the outer tensor and comes before `__torch_dispatch__`. So a handler sees an
-# operator below autograd, computes with backing tensors, which have no history, and wraps the
+# Autograd works on the outer tensor, before `__torch_dispatch__`. So a handler sees an operator
+# below autograd, computes with backing tensors, which have no autograd history, and wraps the
 # result; the outer result gets its grad_fn afterwards.
 class VirtualTensor(torch.Tensor):
     """A tensor on a virtual GPU.
 
-    Made by operations and factories (``torch.empty(2, device="vgpu:0")``), never called. `backing`
-    has the numbers, or only the geometry (meta); `block` is the storage, shared with
-    views.
+    Operations and factories make it (``torch.empty(2, device="vgpu:0")``), not the constructor.
+    `backing` has the values, or on the meta device the geometry alone; `block` is the storage,
+    shared with views.
     """
 
     backing: torch.Tensor
     block: StorageBlock
 
-    # Subclass handling in Python would only cost time: everything happens in __torch_dispatch__.
+    # Subclass handling in Python would only cost time: `__torch_dispatch__` does everything.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -68,7 +69,7 @@ class VirtualTensor(torch.Tensor):
 
     @property
     def storage_id(self) -> int:
-        """The number of the tensor's storage, as told to listeners."""
+        """The number of the tensor's storage, as reported to listeners."""
         return self.block.id
 
     @property
@@ -78,7 +79,7 @@ class VirtualTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The tensor without its history, as in torch."""
+        """The tensor without its autograd history, as in torch."""
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @data.setter
@@ -90,12 +91,12 @@ class VirtualTensor(torch.Tensor):
 
     @property
     def is_nested(self) -> bool:  # type: ignore[override]
-        """False. Torch asks it first in backward, in the thread whose switches then matter."""
+        """Return False, and arm this thread: torch reads the property first in backward."""
         arm()
         return False
 
     def new_tensor(self, data: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]
-        """Make a tensor of data on this tensor's device (torch alone would take GPU 0)."""
+        """Make a tensor of data on this tensor's device; torch's own method would use GPU 0."""
         options = {"dtype": self.dtype, "device": self.device, **options}
         return torch.tensor(data, **options)
 
@@ -103,11 +104,11 @@ class VirtualTensor(torch.Tensor):
         return format(self.item() if self.dim() == 0 else repr(self), format_spec)
 
     def tolist(self) -> Any:
-        """Read the values, as in torch."""
+        """Return the values as nested lists, as in torch."""
         return self.cpu().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Refuse with CUDA's error, unless forced."""
+        """Raise CUDA's TypeError, unless forced or settled by an arbiter; then copy to the CPU."""
         if force:
             return self.detach().cpu().resolve_conj().resolve_neg().numpy()
         error = TypeError(
@@ -122,16 +123,16 @@ class VirtualTensor(torch.Tensor):
         return self.numpy()
 
     def data_ptr(self) -> int:
-        """Return a stand-in for the pointer, equal for tensors on the same memory."""
+        """Return a stand-in for the address, equal for tensors that begin at the same memory."""
         address = self.block.address
         return address + int(self.storage_offset()) * self.element_size() if address else 0
 
     def untyped_storage(self) -> VirtualStorage:  # type: ignore[override]
-        """The storage, as far as its identity and size."""
+        """Return the storage, with its identity and size alone."""
         return VirtualStorage(self.block)
 
     def storage(self) -> Any:
-        """Refuse: see `untyped_storage`."""
+        """Raise VirtualDeviceError; `untyped_storage` gives identity and size."""
         raise VirtualDeviceError(
             "a virtual GPU's storage has no address in this process",
             hint="use untyped_storage() for its identity and size, or cpu() for its content",
@@ -144,14 +145,14 @@ class VirtualTensor(torch.Tensor):
         return self
 
     def is_shared(self) -> bool:
-        """Say yes, as a tensor on CUDA does."""
+        """Return True, as for a tensor on CUDA."""
         return True
 
     def __dlpack__(self, **options: Any) -> Any:
         raise BufferError(f"a tensor on {self.device} can't be exported: it has no address")
 
     def pin_memory(self, device: Any = None) -> torch.Tensor:
-        """Refuse with CUDA's error: only CPU tensors are pinned."""
+        """Raise CUDA's error: only CPU tensors can be pinned."""
         raise RuntimeError(f"cannot pin a tensor on {self.device}: only dense CPU tensors can be")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -167,9 +168,9 @@ class VirtualTensor(torch.Tensor):
         is_parameter = isinstance(self, torch.nn.Parameter)
         return f"Parameter containing:\n{text}" if is_parameter else text
 
-    # The form is torch's own for devices that Python can't give a storage to: the CPU copy and the
-    # name of the device. ``weights_only`` lets it pass, and ``map_location="cpu"`` works. Tensors
-    # that share memory share it in the file.
+    # Pickled as torch pickles tensors of devices without a storage in Python: as a CPU copy and the
+    # name of the device. ``weights_only`` accepts this form, and ``map_location="cpu"`` works.
+    # Tensors that share memory share it in the file, too.
     def __reduce_ex__(self, proto: Any) -> Any:
         backing = self.backing.detach()
         if backing.is_meta:
@@ -194,9 +195,9 @@ class VirtualTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtualTensor:
         return _deepcopy(self, memo)
 
-    # A module that moves asks whether its tensors have these two, and then swaps tensors in place,
-    # which keeps ties and the optimizer's references, as a move to CUDA does. Savers look for the
-    # memory inside; only compilers want to put a tensor together again.
+    # `nn.Module.to` swaps tensors in place if they have these two methods, which keeps ties and the
+    # optimizer's references, as a move to CUDA does. Code that saves tensors finds the backing
+    # tensor by the first method; only compilers call the second one.
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["backing"], None
 
@@ -211,7 +212,7 @@ class VirtualTensor(torch.Tensor):
 
 
 class VirtualStorage:
-    """The identity and size of a storage on a virtual GPU, for code in search of ties."""
+    """The identity and size of a storage on a virtual GPU, for code that looks for ties."""
 
     def __init__(self, block: StorageBlock) -> None:
         self._block = block
@@ -222,18 +223,18 @@ class VirtualStorage:
         return self._block.id
 
     def data_ptr(self) -> int:
-        """Return a stand-in for the pointer."""
+        """Return a stand-in for the address."""
         return self._block.address
 
     def nbytes(self) -> int:
-        """The size in bytes."""
+        """Return the size in bytes."""
         return self._block.num_bytes
 
     size = __len__ = nbytes
 
 
 def wrap(backing: torch.Tensor, block: StorageBlock) -> VirtualTensor:
-    """Show a backing tensor as a tensor on the GPU of its block."""
+    """Wrap a backing tensor as a tensor on the GPU of a block; nothing is charged."""
     tensor: VirtualTensor = _make(
         VirtualTensor,
         backing.shape,
@@ -244,7 +245,7 @@ def wrap(backing: torch.Tensor, block: StorageBlock) -> VirtualTensor:
     )
     tensor.backing = backing
     tensor.block = block
-    # Conjugation and negation are marks that torch resolves: it must see them outside too.
+    # Conjugation and negation are flags that torch resolves lazily: the outer tensor needs them.
     if backing.is_conj():
         torch._C._set_conj(tensor, True)
     if backing.is_neg():
@@ -253,14 +254,14 @@ def wrap(backing: torch.Tensor, block: StorageBlock) -> VirtualTensor:
 
 
 def place(backing: torch.Tensor, gpu: VirtualGpu) -> VirtualTensor:
-    """Wrap the result of an operation, and charge its storage if new."""
+    """Wrap a backing tensor as a tensor on a GPU, and charge its storage if new there."""
     if backing.layout is not torch.strided or backing.is_quantized:
         raise VirtualDeviceError(
             f"virtual GPUs hold dense tensors, not {backing.layout} of {backing.dtype}",
             hint="keep sparse and quantized tensors on the CPU",
         )
-    # A known storage means that the result is a view or an argument itself, even where the schema
-    # doesn't say so (`_unsafe_view`): nothing is charged.
+    # A storage that has a block already belongs to a view or an argument itself, even where the
+    # schema doesn't say so (`_unsafe_view`): nothing is charged.
     storage = backing.untyped_storage()
     existing = blocks_by_storage.get(storage._cdata)
     block = existing() if existing is not None else None
@@ -270,13 +271,14 @@ def place(backing: torch.Tensor, gpu: VirtualGpu) -> VirtualTensor:
 
 
 def resync(tensor: VirtualTensor) -> None:
-    """Follow a backing tensor whose geometry was changed in place."""
-    # Sizes and strides of the outer tensor can't be assigned; setting .data takes over another's.
+    """Update a tensor and its charge after its backing tensor was resized in place."""
+    # The outer tensor's sizes and strides can't be assigned, but `.data` takes another tensor's.
     tensor.block.recharge()
     torch.Tensor.data.__set__(tensor, wrap(tensor.backing, tensor.block))  # type: ignore[attr-defined]
 
 
 def _deepcopy(tensor: VirtualTensor, memo: dict[int, Any]) -> VirtualTensor:
+    """Copy a tensor, its gradient and attributes; copies of views share one copied storage."""
     if id(tensor) in memo:
         existing: VirtualTensor = memo[id(tensor)]
         return existing
@@ -302,7 +304,8 @@ def _deepcopy(tensor: VirtualTensor, memo: dict[int, Any]) -> VirtualTensor:
     return copy
 
 
-def _restore(storage: Any, location: str) -> None:
+def _refuse_to_restore(storage: Any, location: str) -> None:
+    """Refuse a virtual GPU as `map_location`; return None for locations of other devices."""
     if location.startswith((NAME, PLACE)):
         raise VirtualDeviceError(
             f"torch.load can't read into the memory of {location}",
@@ -311,12 +314,12 @@ def _restore(storage: Any, location: str) -> None:
 
 
 def install() -> None:
-    """Register ``map_location="vgpu:0"`` with `torch.load`, to refuse it."""
-    torch.serialization.register_package(5, lambda storage: None, _restore)
+    """Make `torch.load` refuse ``map_location="vgpu:0"``."""
+    torch.serialization.register_package(5, lambda storage: None, _refuse_to_restore)
 
 
 class _Reduced:
-    """An object pickled as a call."""
+    """An object that is pickled as a call of a function."""
 
     def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
         self._call = function, arguments

@@ -1,4 +1,4 @@
-"""Operators across devices: copies, and factories with a tensor as model."""
+"""Operators that may change device: copies, and factories like another tensor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ _LIKE = (
 
 
 def gpu_of(device: torch.device | None, near: VirtualGpu | None = None) -> VirtualGpu:
-    """Find the GPU of a device: among the siblings of `near`, or in the active world."""
+    """Find the GPU of a device in the world of `near`, or in the active world without `near`.
+
+    Without a device `near` itself is meant, or this thread's current GPU.
+    """
     world = active_world() if near is None else near.world
     if device is None:
         return world.gpu(thread.current_index) if near is None else near
@@ -35,10 +38,11 @@ def gpu_of(device: torch.device | None, near: VirtualGpu | None = None) -> Virtu
 
 
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Copy a tensor to a device or dtype; unknown values raise UnknownValueError on the way out."""
     tensor: VirtualTensor = args[0]
     plain, gpu = op_call.unwrap(func, args, kwargs)
     backing = plain.args[0]
-    device, options = _split(kwargs)
+    device, options = _split_options(kwargs)
     if device is not None and not is_virtual(device):
         if backing.is_meta and device.type != "meta":
             raise known_values.unknown_value(f"a copy of {tuple(tensor.shape)} to {device}")
@@ -46,44 +50,46 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return place(func(backing, **options), gpu_of(device, gpu))
 
 
-def _split(kwargs: dict[str, Any]) -> tuple[torch.device | None, dict[str, Any]]:
-    """Split options into the device and those that the backing tensor takes."""
+def _split_options(kwargs: dict[str, Any]) -> tuple[torch.device | None, dict[str, Any]]:
+    """Split options into the device, None by default, and the options of the backing tensor."""
     options = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
     return kwargs.get("device"), options
 
 
-# from \ to    known               unknown             GPU with real data
-# known        copied              shape alone         copied
-# unknown      target is forgotten shape alone         error: no data
+# from \ to    known                    unknown          GPU with real data
+# known        copied                   shape alone      copied
+# unknown      target becomes unknown   shape alone      error: no data
 #
 # A copy of unknown values to the CPU is a read, and raises UnknownValueError.
-def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copy between any two devices, as on CUDA; the destination's dtype holds."""
+def _copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `copy_`, between any two devices, as on CUDA; the target keeps its dtype."""
     target, source = args[0], args[1]
-    to, origin = _backing(target), _backing(source)
+    target_backing, source_backing = _backing(target), _backing(source)
     if isinstance(target, VirtualTensor):
-        if origin.is_meta and not target.gpu.meta:
+        if source_backing.is_meta and not target.gpu.meta:
             raise NotImplementedError("Cannot copy out of meta tensor; no data!")
-        if origin.is_meta and not to.is_meta:
+        if source_backing.is_meta and not target_backing.is_meta:
             known_values.forget(target)
-            to = target.backing
-        if to.is_meta and not origin.is_meta:
-            origin = known_values.without_values(origin)
-    elif origin.is_meta and not to.is_meta:
+            target_backing = target.backing
+        if target_backing.is_meta and not source_backing.is_meta:
+            source_backing = known_values.without_values(source_backing)
+    elif source_backing.is_meta and not target_backing.is_meta:
         raise known_values.unknown_value(f"a copy of {tuple(source.shape)} to {target.device}")
-    func(to, origin, *args[2:], **kwargs)
+    func(target_backing, source_backing, *args[2:], **kwargs)
     return target
 
 
 def _backing(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a virtual tensor's backing tensor, and any other tensor itself."""
     if not isinstance(tensor, VirtualTensor):
         return tensor
     return tensor.backing if tensor.block.unknown is None else known_values.current(tensor)
 
 
 def _make_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a factory like `zeros_like` or `new_full`; on meta, small results keep their values."""
     plain, gpu = op_call.unwrap(func, args, kwargs)
-    device, options = _split(kwargs)
+    device, options = _split_options(kwargs)
     if device is not None and not is_virtual(device):
         return func(*plain.args, device=device, **options)
     target = gpu_of(device, gpu)
@@ -97,7 +103,8 @@ def _make_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return place(shaped, target)
 
 
-def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _set_storage(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `set_`: the target gets the storage and geometry of another virtual tensor."""
     target, source = args[0], args[1] if len(args) > 1 else None
     if not isinstance(target, VirtualTensor) or not isinstance(source, VirtualTensor):
         raise VirtualDeviceError(
@@ -110,7 +117,8 @@ def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return target
 
 
-def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _read_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Read a number, as `item` does; see `unknown_numbers_as` for unknown ones."""
     backing = _backing(args[0])
     if backing.is_meta:
         if thread.unknown_number is not None and backing.is_floating_point():
@@ -122,12 +130,12 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def install() -> None:
     """Register the handlers of this module."""
     handlers[_aten._to_copy.default] = _to_copy
-    handlers[_aten.copy_.default] = _copy
+    handlers[_aten.copy_.default] = _copy_into
     for operator in _LIKE:
         handlers[operator] = _make_like
     for source in ("source_Tensor", "source_Storage"):
         for overload in (source, f"{source}_storage_offset"):
-            handlers[getattr(_aten.set_, overload)] = _set
-    handlers[_aten._local_scalar_dense.default] = _read
+            handlers[getattr(_aten.set_, overload)] = _set_storage
+    handlers[_aten._local_scalar_dense.default] = _read_number
     handlers[_aten.is_pinned.default] = lambda *_: False
     handlers[_aten.record_stream.default] = lambda *_: None

@@ -1,9 +1,9 @@
 """Worlds of virtual GPUs, the storage blocks on them, and listeners.
 
-A world is a few GPUs, each with an allocator and something that holds the data. One world belongs
-to the process (`set_gpus`); a scope in one thread may have another (`gpus`). A block is one
-storage on one GPU: tensors and their views share it, and its memory is given back when the last of
-them is gone. This module knows nothing of operators.
+A world is a few GPUs, each with an allocator and a device for its data. One world belongs to the
+process (`set_gpus`); a thread may use another one inside a scope (`gpus`). A storage block is one
+storage on one GPU: a tensor and its views share the block, and its memory is freed with the last of
+these tensors. This module knows nothing of operators.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from duoka.hardware.gpu_generation import GpuGeneration
 from .naming import virtual_device
 
 UNLIMITED_BYTES = 2**50
-"""What `mem_get_info` reports as the memory of a GPU without a capacity."""
+"""The total that `mem_get_info` reports for a GPU without a capacity."""
 
 _block_ids = itertools.count(1)
 
@@ -44,19 +44,19 @@ class Listener(Protocol):
     def operation(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Note the end of an ATen operation; tensors are `VirtualTensor`s."""
+        """Note a finished ATen operation; tensors on virtual GPUs are `VirtualTensor`s."""
 
 
 class Arbiter(Protocol):
-    """A decision on operations with mixed devices, to continue after them."""
+    """Repairs operations with mixed devices, so that a run goes on and finds further faults."""
 
     def settle(
         self, error: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments on one virtual GPU, or raise `error`, a `MixedDevicesError`."""
+        """Return the arguments moved to one virtual GPU, or raise `error`, a MixedDevicesError."""
 
     def bring_to_cpu(self, error: TypeError, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor's copy on the CPU, or raise `error`, for code in need of its memory."""
+        """Return a copy on the CPU, or raise `error`: code needs the tensor's memory (numpy)."""
 
 
 class _ThreadState(threading.local):
@@ -66,8 +66,8 @@ class _ThreadState(threading.local):
     world: World | None = None
     listener: Listener | None = None
     arbiter: Arbiter | None = None
-    unknown_number: float | None = None  # what is read where nobody knows, see `known_values`
-    failure: Exception | None = None  # of an operation in backward, see `operators`
+    unknown_number: float | None = None  # returned for unknown numbers, see `known_values`
+    failure: Exception | None = None  # the error of an operation in backward, see `operators`
     current_index: int = 0
 
 
@@ -76,7 +76,7 @@ thread = _ThreadState()
 
 @contextmanager
 def thread_state(**values: Any) -> Iterator[None]:
-    """Set some of this thread's state inside the scope."""
+    """Set attributes of this thread's state inside the scope, and restore them at its end."""
     previous = {name: getattr(thread, name) for name in values}
     vars(thread).update(values)
     try:
@@ -89,7 +89,7 @@ def thread_state(**values: Any) -> Iterator[None]:
 # works only when new data is lifted to a device after it was built on the CPU; and backward must
 # run in the calling thread, because a device guard written in Python knows one device only.
 def arm() -> None:
-    """Set the switches for this thread, unless they are set; they stay, outside of `armed`."""
+    """Set both switches for this thread, unless set; they are undone only by `armed`."""
     if thread.armed:
         return
     torch._C._set_only_lift_cpu_tensors(True)
@@ -99,7 +99,7 @@ def arm() -> None:
 
 @contextmanager
 def armed() -> Iterator[None]:
-    """Set the switches for this thread inside the scope: CUDA's backward wants its own threads."""
+    """Set both switches inside the scope, and restore them: CUDA's backward needs its threads."""
     lifts_cpu_alone = torch._C._only_lift_cpu_tensors()
     is_multithreaded = torch._C._is_multithreading_enabled()
     was_armed, thread.armed = thread.armed, False
@@ -115,10 +115,10 @@ def armed() -> Iterator[None]:
 class VirtualGpu:
     """A virtual GPU of a world.
 
-    `data` says what holds the numbers: "cpu", "meta" (nothing does) or "even" (nor then, but
-    experts are chosen evenly). If it `refuses`, what doesn't fit is an error. Otherwise it has
-    `overflowed`, and from then on nothing limits the GPU. The first matrix product takes cuBLAS's
-    workspace, and the first in backward another.
+    `data` is where backing tensors are: "cpu", "meta" (without values) or "even" (as "meta", but
+    experts are chosen evenly). While `refuses` is True, an allocation beyond the capacity raises
+    OutOfMemoryError; otherwise it sets `overflowed`, and removes the limit for good. The first
+    matrix product allocates cuBLAS's workspace, and the first in backward another one.
     """
 
     __slots__ = (
@@ -144,7 +144,7 @@ class VirtualGpu:
         return f"Gpu(index={self.index}, data={self.data!r})"
 
     def malloc(self, num_bytes: int) -> Allocation | None:
-        """Allocate; nothing for an empty tensor, as CUDA does."""
+        """Allocate memory; return None for 0 bytes, for which CUDA allocates nothing either."""
         if num_bytes == 0:
             return None
         with self._lock:
@@ -159,16 +159,16 @@ class VirtualGpu:
         raise torch.OutOfMemoryError(self._out_of_memory_text(failure))
 
     def free(self, allocation: Allocation) -> None:
-        """Give memory back.
+        """Free an allocation, now or at the next use of the allocator.
 
         The garbage collector may call this at any point, also while this thread is inside the
-        allocator: then the block waits for the next one who takes the lock.
+        allocator: then the allocation stays pending until the lock is taken again.
         """
-        # Appending to a deque is atomic; who takes the lock next frees what is pending. Example:
-        # `malloc` holds the lock and makes a Python object, which starts a garbage collection; that
-        # destroys a tensor in a reference cycle, and so calls `free` in this very thread. Waiting
-        # for the lock would be a deadlock, and a reentrant lock would let `free` change the
-        # allocator's lists while `malloc` is working on them.
+        # Appending to a deque is atomic; the next holder of the lock frees all pending allocations.
+        # Example: `malloc` holds the lock and makes a Python object, which starts a garbage
+        # collection; that destroys a tensor in a reference cycle, and so calls `free` in this very
+        # thread. Waiting for the lock would be a deadlock, and a reentrant lock would let `free`
+        # change the allocator's lists while `malloc` is working on them.
         self._pending.append(allocation)
         if self._lock.acquire(blocking=False):
             try:
@@ -177,7 +177,7 @@ class VirtualGpu:
                 self._lock.release()
 
     def charge(self, *sizes_bytes: int) -> None:
-        """Take memory for the time of a kernel: the peak counts, nothing stays."""
+        """Allocate a kernel's temporary buffers and free them at once, which may raise the peak."""
         allocations = []
         listener = thread.listener
         try:
@@ -195,19 +195,19 @@ class VirtualGpu:
                 self.free(allocation)
 
     def multiply(self, *, in_backward: bool) -> None:
-        """Take the workspace of the first matrix product: see `GpuGeneration`."""
+        """Note a matrix product; the first one allocates a workspace for good (`GpuGeneration`)."""
         if in_backward not in self._workspaces:
             self.malloc(self.world.generation.workspace_bytes)
             self._workspaces.add(in_backward)
 
     def settle(self) -> CachingAllocator:
-        """Return the allocator, after all pending frees."""
+        """Free all pending allocations, and return the allocator."""
         with self._lock:
             self._free_pending()
         return self.allocator
 
     def empty_cache(self) -> None:
-        """Give wholly free segments back."""
+        """Release the segments that are wholly free."""
         with self._lock:
             self._free_pending()
             self.allocator.empty_cache()
@@ -217,6 +217,7 @@ class VirtualGpu:
             self.allocator.free(self._pending.popleft())
 
     def _out_of_memory_text(self, failure: OutOfCapacity) -> str:
+        """Return a text like CUDA's for an allocation beyond the capacity."""
         capacity, reserved = failure.capacity_bytes or 0, failure.reserved_bytes
         allocated = failure.allocated_bytes
         sizes = (failure.requested_bytes, capacity, max(0, capacity - reserved), reserved)
@@ -231,15 +232,15 @@ class VirtualGpu:
 
 # The accounting follows storages, as CUDA's does, because views keep memory alive:
 #
-#   x = torch.empty(1000, device="vgpu:0")    new storage, new block: 4000 B asked for, 4096 taken
-#   y = x[10:]                                same storage, same block: nothing
-#   del x                                     y still refers to the block: nothing
+#   x = torch.empty(1000, device="vgpu:0")    new storage, new block: 4000 B asked, 4096 allocated
+#   y = x[10:]                                same storage, same block: nothing allocated
+#   del x                                     y still refers to the block: nothing freed
 #   del y                                     the last reference: the block's __del__ frees 4096 B
 class StorageBlock:
     """A storage on a GPU, charged to its allocator during the life of its tensors.
 
-    `unknown` becomes the meta storage that takes over when a value that nobody knows is written
-    into a storage whose values were known (see `known_values`).
+    `unknown` is None until unknown values are written into a storage with known ones; then it is a
+    meta tensor whose storage replaces the one with outdated values (see `known_values`).
     """
 
     __slots__ = (
@@ -248,7 +249,7 @@ class StorageBlock:
     )  # fmt: skip
 
     def __init__(self, gpu: VirtualGpu, storage: torch.UntypedStorage) -> None:
-        # First what __del__ reads: the GPU may refuse.
+        # The attributes that `__del__` reads are set first: `malloc` may raise.
         self._allocation: Allocation | None = None
         self._key = self._unknown_key = 0
         self.num_bytes = storage.nbytes()
@@ -263,7 +264,7 @@ class StorageBlock:
         if listener is not None and self._allocation is not None:
             listener.allocated(gpu, self.id, self.num_bytes)
 
-    # The default is looked up now: at the interpreter's end names are gone.
+    # Bound as a default, since module globals may be gone when the interpreter exits.
     def __del__(self, _is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if _is_ending():
             return
@@ -273,7 +274,7 @@ class StorageBlock:
             self._release()
 
     def recharge(self) -> None:
-        """Follow a resized storage: allocate the new size before the old is freed."""
+        """Charge the new size of a resized storage, allocated before the old one is freed."""
         num_bytes = self.storage.nbytes()
         if num_bytes == self.num_bytes:
             return
@@ -285,19 +286,20 @@ class StorageBlock:
             thread.listener.allocated(self.gpu, self.id, num_bytes)
 
     def forget(self) -> None:
-        """Replace the storage by a meta storage, after a write of unknown values."""
+        """Make a meta storage to replace the storage, after a write of unknown values."""
         self.unknown = torch.empty(self.num_bytes, dtype=torch.uint8, device="meta")
         self._unknown_key = self.unknown.untyped_storage()._cdata
         blocks_by_storage[self._unknown_key] = weakref.ref(self)
 
     @property
     def address(self) -> int:
-        """A stand-in for a pointer: unique among live allocations, zero when empty."""
+        """A stand-in for the address: unique among live allocations, 0 for an empty storage."""
         if self._allocation is None:
             return 0
         return ((self.gpu.index + 1) << 44) + self._allocation.address
 
     def _release(self) -> None:
+        """Free the allocation, and report that to the listener."""
         assert self._allocation is not None
         self.gpu.free(self._allocation)
         listener = thread.listener
@@ -308,12 +310,12 @@ class StorageBlock:
 blocks_by_storage: dict[int, weakref.ref[StorageBlock]] = {}
 """The block of every live backing storage, by the storage's identity.
 
-An operator whose result shares memory with an argument, whatever its schema says, is found here.
+It finds results that share memory with an argument even where the operator's schema denies it.
 """
 
 
 class World:
-    """The virtual GPUs of a process or scope; a capacity of None is no limit."""
+    """The virtual GPUs of a process or scope; a capacity of None means no limit."""
 
     def __init__(
         self, capacities_bytes: Sequence[int | None], data: str, generation: GpuGeneration
@@ -334,27 +336,27 @@ class World:
         return self.gpus[index]
 
     def memory_allocated(self, index: int) -> int:
-        """Bytes in use by tensors."""
+        """Return the bytes allocated by tensors now."""
         return self.gpu(index).settle().allocated_bytes
 
     def max_memory_allocated(self, index: int) -> int:
-        """Peak of the bytes in use."""
+        """Return the peak of the allocated bytes."""
         return self.gpu(index).settle().max_allocated_bytes
 
     def memory_reserved(self, index: int) -> int:
-        """Bytes taken from the device."""
+        """Return the bytes that the allocator has reserved now."""
         return self.gpu(index).settle().reserved_bytes
 
     def max_memory_reserved(self, index: int) -> int:
-        """Peak of the bytes taken from the device."""
+        """Return the peak of the reserved bytes."""
         return self.gpu(index).settle().max_reserved_bytes
 
     def reset_peak_memory_stats(self, index: int) -> None:
-        """Start the peaks again from the bytes in use."""
+        """Reset both peaks to the bytes in use now."""
         self.gpu(index).settle().reset_peak()
 
     def mem_get_info(self, index: int) -> tuple[int, int]:
-        """Free and total bytes of the device; cached memory isn't free."""
+        """Return the free and total bytes of the device; reserved memory isn't free."""
         allocator = self.gpu(index).settle()
         total = allocator.capacity_bytes
         if total is None:
@@ -362,13 +364,13 @@ class World:
         return max(0, total - allocator.reserved_bytes), total
 
     def empty_cache(self) -> None:
-        """Give every wholly free segment of every GPU back."""
+        """Release the wholly free segments of every GPU."""
         for gpu in self.gpus:
             gpu.empty_cache()
 
 
 def set_process_world(world: World) -> None:
-    """Set the world of all threads without their own."""
+    """Set the world for all threads that don't use another one."""
     global _process_world
     _process_world = world
 
@@ -377,7 +379,7 @@ _process_world: World | None = None
 
 
 def active_world() -> World:
-    """Return the world of factories in this thread."""
+    """Return the world in which factories in this thread make tensors."""
     world = thread.world or _process_world
     if world is None:
         raise VirtualDeviceError(
@@ -387,7 +389,7 @@ def active_world() -> World:
 
 
 def num_gpus() -> int:
-    """Count the GPUs of the active world: none when there is no world."""
+    """Count the GPUs of the active world; 0 without a world."""
     world = thread.world or _process_world
     return 0 if world is None else len(world.gpus)
 
@@ -402,12 +404,12 @@ def use_world(world: World) -> Iterator[World]:
 def observe(listener: Listener) -> AbstractContextManager[None]:
     """Report this thread's work on virtual GPUs to `listener`, inside the scope.
 
-    Inside of another's scope that one hears nothing meanwhile. A free is heard in the thread in
-    which it happens.
+    In nested scopes only the innermost listener gets reports. A free is reported in the thread
+    that frees, whichever thread allocated.
     """
     return thread_state(listener=listener)
 
 
 def settled_by(arbiter: Arbiter | None) -> AbstractContextManager[None]:
-    """Let `arbiter` settle operations with mixed devices in this thread, inside the scope."""
+    """Let `arbiter` repair this thread's mixed-device operations inside the scope, if given."""
     return thread_state(arbiter=arbiter)

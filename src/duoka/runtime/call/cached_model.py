@@ -1,10 +1,10 @@
-"""Chunks of many sequences, each over a cache of its own, as `generate` runs them.
+"""Runs chunks of many sequences, each sequence with a cache of its own, as `generate` does.
 
-These are models whose layers can't read from pages (state spaces, linear attention, encoders with a
-decoder, code with an attention of its own), plans for another cache than a growing one, and plans
-with images. A prompt is one chunk, which the model reads in the prefill chunks of the plan, so that
-no generation depends on others, and no two prompts share anything: equal tokens may stand for
-different pictures.
+Used for models whose layers can't read from pages (state spaces, linear attention, encoders with a
+decoder, attention code of their own), for plans with another kind of cache than a dynamic one, and
+for plans with images. A whole prompt is one `Chunk`, which the model reads in the plan's prefill
+chunks. So no generation depends on another, and prompts share no cache: equal image tokens may
+stand for different pictures.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _TRIAL_TOKENS = 8
 class CachedModel(GenerateCaller):
     """Computes the logits of chunks, for any generating model; see `PagedModel`.
 
-    Nothing is computed twice: a chunk that has failed is lost, and its sequence with it.
+    A chunk can't be recomputed: after a failure its sequence is lost.
 
     Parameters
     ----------
     model : PreTrainedModel
     workload : Workload
-        Its cache, its prefill chunks, and the number of images that are encoded at a time.
+        Gives the kind of cache, the prefill chunks, and the number of images encoded at a time.
 
     Raises
     ------
     ModelError
-        If prompts are to be read in chunks, and the model can't.
+        If the workload has prefill chunks, and the model doesn't support them.
     """
 
     def __init__(self, model: PreTrainedModel, workload: Workload) -> None:
@@ -76,7 +76,7 @@ class CachedModel(GenerateCaller):
 
         Each chunk is a call of its own.
         """
-        return torch.cat([self._run(chunk) for chunk in chunks])
+        return torch.cat([self._run_chunk(chunk) for chunk in chunks])
 
     def forget(self, sequence: int) -> None:
         """Free the cache of an ended sequence."""
@@ -88,13 +88,13 @@ class CachedModel(GenerateCaller):
 
     @torch.no_grad()
     def _mixes_sequences(self) -> bool:
-        """Return True if another sequence changes the logits of a sequence (RecurrentGemma)."""
+        """Return True if a call for one sequence changes the logits of another (RecurrentGemma)."""
         # Both runs decode a token of sequence 1; the second run reads sequence 2 in between.
         prompt, second = (Chunk(number, [number] * _TRIAL_TOKENS, 0, (), None) for number in (1, 2))
         decoded = Chunk(prompt.sequence, [1], _TRIAL_TOKENS, (), None)
         logits = []
         for chunks in ([prompt, decoded], [prompt, second, decoded]):
-            logits.append([self._run(chunk) for chunk in chunks][-1])
+            logits.append([self._run_chunk(chunk) for chunk in chunks][-1])
             self._arguments.clear()
         return not self._agree(*logits)
 
@@ -102,17 +102,17 @@ class CachedModel(GenerateCaller):
     def _reads_in_chunks(self) -> bool:
         """Return True if chunks give the logits of the whole prompt.
 
-        Some models begin anew with each chunk and raise no error (Jamba, in transformers 5).
+        Some models forget earlier chunks without an error (Jamba, in transformers 5).
         """
         # `generate` reads chunks only through transformers' own argument for the cache.
         if self._cache_name != CACHE or self.keeps_state_in_modules:
             return False
-        with suppress(AttributeError, IndexError, ValueError):  # from caches without keys
+        with suppress(AttributeError, IndexError, ValueError):  # raised by caches without keys
             return self._agree(*map(self._first_logits, (_TRIAL_TOKENS, _TRIAL_TOKENS // 2)))
         return False
 
     def _first_logits(self, size: int) -> Tensor:
-        """Return the logits after a short prompt that is read in chunks of `size` tokens."""
+        """Return the logits after a short trial prompt, read in chunks of `size` tokens."""
         chunk = Chunk(0, [1] * _TRIAL_TOKENS, 0, (), None)
         ids = torch.tensor([chunk.tokens], device=self.model.device)
         settings = copy.copy(self._settings)
@@ -124,17 +124,20 @@ class CachedModel(GenerateCaller):
         return logits
 
     def _agree(self, logits: Tensor, expected: Tensor) -> bool:
+        """Return True if logits are equal up to rounding in the model's dtype."""
         rounding = max(8 * torch.finfo(self.model.dtype).eps, 1e-3)
         return bool((logits - expected).norm() <= rounding * logits.norm())
 
-    # The loop of `generate`, one round for each call: `_prefill` reads a prompt; later rounds
-    # prepare the inputs of one token and call the model. What `generate` carries from round to
-    # round (cache, mask, positions) is kept by sequence: rounds of several sequences can alternate.
-    def _run(self, chunk: Chunk) -> Tensor:
+    # The loop of `generate`, one iteration per call: `_prefill` reads a prompt; later iterations
+    # prepare the inputs of one token and call the model. The arguments that `generate` carries from
+    # one iteration to the next (cache, mask, positions) are kept by sequence, so that iterations of
+    # several sequences can alternate.
+    def _run_chunk(self, chunk: Chunk) -> Tensor:
+        """Run one chunk; return the logits after its last token, [1, vocabulary], in float32."""
         model = self.model
         ids = torch.tensor([chunk.tokens], device=model.device)
         if chunk.start:
-            # `generate` hands all tokens so far to the model, which takes the last ones of them.
+            # `generate` passes all tokens so far; the model uses the last `next_sequence_length`.
             arguments = self._arguments.pop(chunk.sequence)
             ids = torch.cat([arguments.pop("ids"), ids], dim=1)
             inputs = self._prepare(
@@ -152,7 +155,7 @@ class CachedModel(GenerateCaller):
         )
         self._arguments[chunk.sequence] = {**arguments, "ids": ids}
         logits: Tensor = outputs.logits[:, -1]
-        return logits.to(copy=True, dtype=torch.float32)  # a view would keep those of all tokens
+        return logits.to(copy=True, dtype=torch.float32)  # a view would keep all logits
 
     def _first_arguments(self, chunk: Chunk, ids: Tensor) -> dict[str, Any]:
         """Make the arguments of `generate`'s first call."""
@@ -167,7 +170,7 @@ class CachedModel(GenerateCaller):
             size = self._workload.conditions.vision_batch
             arguments |= image_arguments(model, [chunk.images], ids.device, size)
         if "position_ids" in self._accepted and not self._is_pair:
-            # On the CPU: a virtual GPU doesn't compute with as many numbers.
+            # On the CPU: a virtual GPU without data doesn't keep the values of long prompts.
             on_cpu = {
                 name: value.cpu()
                 for name, value in {**arguments, "attention_mask": mask}.items()

@@ -1,4 +1,4 @@
-"""Chunks of new tokens. A step computes chunks of several sequences at once."""
+"""Chunks of new tokens, of which a step computes several at once, one per sequence."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Chunk:
     start : int
         Position of the first new token in its sequence.
     pages : sequence of int
-        Block table of the sequence: the page of each `page_tokens` tokens of it.
+        Block table of the sequence: the page for each `page_tokens` of its tokens.
     row : optional
-        Parameters by which the next token is sampled after this chunk (`engine.sampler`); None
-        where the chunk ends before its prompt does, and no logits are needed.
+        Parameters by which the next token is sampled after this chunk (`engine.sampler`). None if
+        no token follows yet, since the prompt goes on after this chunk.
     images : ImagePrompt, optional
-        The whole prompt, where it has images: it is one chunk then.
+        The whole prompt, if it has images: it is then a single chunk.
     """
 
     sequence: int
@@ -39,5 +39,5 @@ class Chunk:
 
     @property
     def end(self) -> int:
-        """Position behind the last new token."""
+        """The position after the last new token."""
         return self.start + len(self.tokens)

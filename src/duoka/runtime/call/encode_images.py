@@ -1,8 +1,8 @@
-"""Encoding images: pixels to features before a prompt is read, some images at a time.
+"""Encodes images: pixels to features before a prompt is read, some images at a time.
 
 Transformers' `generate` encodes all images of a batch at once, and gives a model their features as
-`mm_encoder_outputs`. Here they are encoded in passes, and of each pass only those outputs are kept
-that models read: the hidden states of a tower would stay in memory until the last token.
+`mm_encoder_outputs`. Here images are encoded in passes, and only the outputs that models read are
+kept: the hidden states of a tower would otherwise stay in memory until the last token.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ..dispatch.arguments import bring, mapped
 FEATURES = "mm_encoder_outputs"
 _PIXELS = ("pixel_values", "pixel_values_images", "image_patches")
 READ_ONCE = (FEATURES, *_PIXELS)
-"""Arguments that a model reads with the prompt alone."""
+"""Arguments that a model reads only together with the prompt, not in decode steps."""
 _GRIDS = "image_grid_thw"
 _DROPPED = ("last_hidden_state", "hidden_states", "attentions")
-# Their code reads more of a tower's outputs than its last features.
+# Model types whose code reads more of a tower's outputs than the final features.
 _READ_ALL = frozenset({"blip-2", "fuyu", "instructblip", "llama4", "ovis2"})
 
 
 def encodes_apart(model: PreTrainedModel) -> bool:
-    """Return True if a model takes features of images that were encoded before its call."""
+    """Return True if a model's `forward` accepts image features that were encoded before."""
     return (
         FEATURES in inspect.signature(model.forward).parameters
         and hasattr(model.base_model, "get_image_features")
@@ -46,7 +46,8 @@ def encodes_apart(model: PreTrainedModel) -> bool:
 def reads_in_chunks(model: PreTrainedModel) -> bool:
     """Return True if a prompt with images can be read in chunks.
 
-    It can't where tokens of an image attend to later tokens of it: a chunk may end between them.
+    Return False where tokens of an image attend to later tokens of the same image, since a chunk
+    may end between them.
     """
     text = model.config.get_text_config()
     return (
@@ -58,7 +59,7 @@ def reads_in_chunks(model: PreTrainedModel) -> bool:
 
 
 def refuse_parts(model: PreTrainedModel, *, in_passes: bool, in_chunks: bool) -> None:
-    """Refuse passes and chunks unknown to a model's code."""
+    """Raise UsageError for image passes or prefill chunks that the model doesn't support."""
     name = type(model).__name__
     if in_passes and not encodes_apart(model):
         raise UsageError(
@@ -78,7 +79,7 @@ def image_arguments(
     device: torch.device,
     vision_batch: int | None,
 ) -> dict[str, Any]:
-    """Make `generate`'s arguments of the images in prompts, encoded `vision_batch` at a time."""
+    """Make `generate`'s arguments for the images of prompts, encoded `vision_batch` at a time."""
     with_images = [prompt for prompt in prompts if isinstance(prompt, ImagePrompt)]
     if not with_images:
         return {}
@@ -94,10 +95,10 @@ def image_arguments(
 def arguments_with_features(
     model: PreTrainedModel, pictures: Mapping[str, Tensor], sizes: Sequence[int]
 ) -> dict[str, Any]:
-    """Replace pixels among `generate`'s arguments by features, encoded `sizes` images at a time.
+    """Replace pixels among `generate`'s arguments by features, encoded in passes of `sizes` images.
 
-    The caller frees `FEATURES` when the prompt is read; `generate` keeps them to the end. A model
-    that encodes images itself is given the pixels.
+    The caller should free `FEATURES` once the prompt is read; `generate` itself keeps them to its
+    end. For a model that must encode images itself, the pixels are returned.
     """
     if not encodes_apart(model):
         return dict(pictures)
@@ -116,7 +117,7 @@ class ImageReader:
     ----------
     model : PreTrainedModel
     pictures : mapping of str to Tensor
-        Outputs of an image processor for all images. Only grids are kept once they are encoded.
+        An image processor's outputs for all images. Pixels are freed once all are encoded.
     sizes : sequence of int
         Number of images of each pass.
     """
@@ -132,7 +133,7 @@ class ImageReader:
         self._outputs: list[Any] = []
 
     def encode(self) -> None:
-        """Encode the next pass; its features go to the device of the pixels."""
+        """Encode the images of the next pass; features are brought to the device of the pixels."""
         owner: Any = self._model.base_model
         accepted = inspect.signature(owner.get_image_features).parameters
         pictures = {k: tensor for k, tensor in self._passes.pop(0).items() if k in accepted}
@@ -143,15 +144,15 @@ class ImageReader:
         self._outputs.append(mapped(output, partial(bring, device=self._device)))
 
     def finish(self) -> None:
-        """Join the features of all passes, and free the pixels."""
+        """Join the features of all passes into `features`, and free the pixels."""
         self.pictures = {k: v for k, v in self.pictures.items() if k not in _PIXELS}
-        self.features = {"image": _joined(self._outputs)}
+        self.features = {"image": _join(self._outputs)}
         self._outputs.clear()
 
     def begin(self, text: Mapping[str, Tensor]) -> None:
-        """Take the prompts, on the CPU: ids, mask and other arguments that a model reads.
+        """Set the prompts, given on the CPU: ids, mask and other arguments of the model.
 
-        Positions are made there: a virtual GPU doesn't compute with as many numbers.
+        Positions are computed on the CPU, since a virtual GPU may not know values of that size.
         """
         self.finish()
         arguments = dict(text)
@@ -164,7 +165,7 @@ class ImageReader:
         self._ids = self._text.pop("input_ids")
 
     def arguments(self, start: int, stop: int) -> dict[str, Any]:
-        """Return the arguments to prepare the chunk [start, stop)."""
+        """Return the arguments for the chunk of tokens [start, stop) of every prompt."""
         text = {
             name: tensor[..., start:stop] if name == "position_ids" else tensor[..., :stop]
             for name, tensor in self._text.items()
@@ -181,7 +182,7 @@ class ImageReader:
         }
 
     def _features_of(self, start: int, stop: int) -> dict[str, Any]:
-        """Return the features whose tokens are in a chunk of the prompts."""
+        """Return the features of the image tokens in a chunk; empty without image tokens there."""
         # Features are rows in the order of the image tokens of all prompts. Of a prompt t i i t i i
         # the features are numbered . 0 1 . 2 3; the chunk [2, 5) holds the tokens i t i, whose rows
         # are 1 and 2.
@@ -190,17 +191,17 @@ class ImageReader:
         if not chunk.any():
             return {}
         rows = (is_image.flatten().cumsum(0).view_as(is_image) - 1)[:, start:stop][chunk]
-        cut: Any = generation._slice_mm_encoder_output  # as `generate` itself cuts them
+        cut: Any = generation._slice_mm_encoder_output  # the function that `generate` uses
         return {"image": cut(self.features["image"], rows.to(self._device))}
 
 
 def _split_in_passes(
     pictures: Mapping[str, Tensor], sizes: Sequence[int]
 ) -> list[dict[str, Tensor]]:
-    """Split an image processor's outputs into passes of so many images.
+    """Split an image processor's outputs into passes of `sizes` images each.
 
-    Rows of pixels are patches where a grid says how many an image has; else each image has as many
-    rows.
+    If there is a grid, rows of pixels are patches, and the grid gives their number for each image.
+    Otherwise all images have the same number of rows.
     """
     if len(sizes) == 1:
         return [dict(pictures)]
@@ -225,8 +226,8 @@ def _split_in_passes(
     ]
 
 
-def _joined(outputs: Sequence[Any]) -> Any:
-    """Join the outputs of all passes along the images."""
+def _join(outputs: Sequence[Any]) -> Any:
+    """Concatenate the outputs of all passes along the images."""
     if len(outputs) == 1:
         return outputs[0]
     parts = {name: _join_parts([output[name] for output in outputs], name) for name in outputs[0]}
@@ -234,6 +235,7 @@ def _joined(outputs: Sequence[Any]) -> Any:
 
 
 def _join_parts(parts: Sequence[Any], name: str) -> Any:
+    """Concatenate one output of all passes: tensors, lists of layers, or lists of images."""
     if isinstance(parts[0], Tensor):
         return torch.cat(list(parts))
     if name == "deepstack_features":  # a list of layers, each with all images

@@ -1,4 +1,4 @@
-"""The facts of a model for transformers' `generate`."""
+"""The base of callers that call a model as transformers' `generate` does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from duoka.models.kv_cache import new_cache
 
 
 def refuse_without_generation(model: nn.Module) -> None:
-    """Refuse a model without generation: a classifier, an encoder."""
+    """Raise UsageError for a model that can't generate text: a classifier, an encoder."""
     if not hasattr(model, "prepare_inputs_for_generation"):
         raise UsageError(
             f"{type(model).__name__} is not a text generation model, so its inputs are unknown",
@@ -25,15 +25,15 @@ def refuse_without_generation(model: nn.Module) -> None:
 
 
 class GenerateCaller:
-    """Base of callers in the manner of `generate`.
+    """Base of classes that call a model as `generate` does.
 
     Parameters
     ----------
     model : PreTrainedModel
-        A causal model, or an encoder with a decoder, on whatever devices.
+        A causal model, or an encoder with a decoder, on any devices.
     cache : Cache
     keeps_all_logits : bool
-        Let the model return the logits of all tokens, not of the last one only.
+        Let the model return the logits of all tokens, not of the last token only.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class GenerateCaller:
         self._logits_to_keep = {"logits_to_keep": 1} if takes_number else {}
 
     def _new_cache(self) -> Any:
+        """Make a cache for the model; None if the model makes its own."""
         return new_cache(self.model, self._cache_kind)
 
     def _prepare(

@@ -1,8 +1,8 @@
-"""Steps of training, as people write them.
+"""Training steps as in an ordinary PyTorch training loop, for tracing and checking.
 
 A micro-batch is one forward call with labels, in which the model's own code computes the loss, and
-one backward from it. A step is some micro-batches, the optimizer, and gradients set to None, as
-`zero_grad` does.
+one backward pass. A step is some micro-batches, the optimizer's step, and gradients set to None, as
+by `zero_grad`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from duoka.forecast.workload import Training, Workload, refuse_short
 from ..image_inputs import ImagePrompts
 from ..optimizers import make_optimizer, update
 
-# The optimizer makes its states in the first step; from the second one on they are there.
+# The optimizer makes its states in the first step; only later steps begin with them.
 _STEPS = 2
 
 
 def autocast_for(workload: Workload, device: torch.device) -> AbstractContextManager[Any]:
-    """Return autocast for the forward passes, where master weights are in float32.
+    """Return the autocast scope for forward passes with float32 master weights, else no scope.
 
-    Nothing cast is cached: with the cache CUDA would keep a copy of all trained parameters.
+    Casts aren't cached: with the cache CUDA would keep a copy of all trained parameters.
     """
     dtype = getattr(torch, workload.dtype)
     if workload.training is None or not workload.training.master_weights or dtype == torch.float32:
@@ -36,17 +36,17 @@ def autocast_for(workload: Workload, device: torch.device) -> AbstractContextMan
 
 
 class Learner:
-    """Training steps on a model prepared by `models.make_trainable`.
+    """Runs training steps on a model prepared by `models.make_trainable`.
 
     Parameters
     ----------
     model : nn.Module
     workload : Workload
-        With training, and with its dtype resolved. Several sequences come with padding.
+        With training, and with its dtype resolved.
     device : torch.device
-        Where inputs are made: the device of the first module.
+        The device on which inputs are made: that of the first module.
     prompts : ImagePrompts, optional
-        The images of the sequences, made of the model before it was spread.
+        The images of the sequences, made before the model was placed on devices.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Learner:
         self._optimizer: torch.optim.Optimizer | None = None
 
     def look(self) -> None:
-        """Run the model without labels: they stay where its own code brings them."""
+        """Run the model without labels, which its own code moves to the device of the logits."""
         inputs = self._inputs()
         labels = inputs.pop("labels")
         if self._is_pair:
@@ -90,19 +90,19 @@ class Learner:
         return loss
 
     def update(self) -> None:
-        """Let the optimizer make its step, and drop the gradients."""
+        """Take a step of the optimizer, made at the first step, and set gradients to None."""
         if self._optimizer is None:
             self._optimizer = make_optimizer(self.model, self.training.optimizer)
         update(self._optimizer)
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Set gradients to None."""
+        """Set all gradients to None."""
         for parameter in self.model.parameters():
             parameter.grad = None
 
     def run(self, *, in_flight: int = 1, steps: int = _STEPS) -> None:
-        """Run whole steps, with at most `in_flight` micro-batches between forward and backward."""
+        """Run steps, with at most `in_flight` micro-batches between forward and backward."""
         # At most 2 in flight, 4 micro-batches (F forward, B backward, U optimizer):
         #     F0 F1 B0 F2 B1 F3 B2 B3 U
         for _ in range(steps):
@@ -119,6 +119,7 @@ class Learner:
         return autocast_for(self.workload, self.device)
 
     def _inputs(self) -> dict[str, Any]:
+        """Make the inputs and labels of a micro-batch, with a mask or positions as planned."""
         shape = (self.workload.batch, self.workload.prompt_tokens)
         if self.prompts is None:
             ids = torch.ones(shape, dtype=torch.long, device=self.device)
@@ -131,7 +132,7 @@ class Learner:
         takes_mask = "attention_mask" in self._accepted and not self._is_pair
         if self.training.rows == "packed":
             positions = torch.arange(shape[1], device=self.device)
-            # two samples in each row
+            # Each row has two samples: positions begin again at its middle.
             inputs["position_ids"] = (positions % -(-shape[1] // 2)).expand(shape).contiguous()
         elif self.training.rows == "padded" and takes_mask:
             mask = torch.ones_like(ids)

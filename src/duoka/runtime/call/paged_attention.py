@@ -1,13 +1,13 @@
-"""Attention over a paged cache: keys and values of a layer lie in pages, on the layer's device.
+"""Attention over a paged cache: a layer's keys and values are in pages on the layer's device.
 
 The model's own code isn't changed: it calls `attend` through transformers' `AttentionInterface`.
-The step (`paged_model.PagedStep`), which says whose token each row is and where its earlier tokens
-are, comes as one of the arguments.
+One of the arguments is the step (`paged_model.PagedStep`), which knows the sequence of each token
+and the pages with the sequence's earlier tokens.
 
-Keys and values are gathered, page by page, into a workspace that is as large in every step. Pages
-of 8 bit are multiplied by their scales there (rounded as `models.kv_cache.Int8Layer` rounds them).
-Masks have a workspace too, and so have scores where no fused kernel serves (sinks, soft caps). All
-that differs with a step are its tokens and the queries of a tile.
+Keys and values are gathered, page by page, into a workspace of constant size. 8-bit pages are
+multiplied by their scales there (rounded as in `models.kv_cache.Int8Layer`). Masks have a workspace
+too, and so have scores where no fused kernel can be used (sinks, soft caps). Only the number of
+tokens and the number of queries in a tile differ from step to step.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ if TYPE_CHECKING:
     from .paged_model import PagedStep, QueryTile, SequenceGroup
 
 NAME = "duoka_paged"
-# Where scores are materialised, so many at a time: as many in every step, so that the forecast
-# knows them, and enough for all queries of a tile at the contexts of which it is traced.
-# They take 64 MiB in float32, and the attention weights made of them 32 MiB in 16 bit.
+# The number of scores that are materialised at a time. It is the same in every step, so that the
+# forecast knows the memory, and suffices for all queries of a tile at traced context lengths.
+# Scores take 64 MiB in float32, and the attention weights 32 MiB in 16 bit.
 _MOST_SCORES = 2**24
-# Fused kernels read heads of a multiple of so many elements.
+# Fused kernels need head sizes that are a multiple of this number.
 _ALIGNED = 8
-# Functions of transformers' masks that let each token see those before it in its own sequence.
+# transformers' mask functions by which a token attends only to earlier tokens of its sequence.
 _CAUSAL_MASKS = {
     "causal_mask_function", "sliding_window_overlay", "and_masks",
     "packed_sequence_mask_function", "remap_positions_for_packed_sequence",
 }  # fmt: skip
 _OPTIONS = ("scaling", "softcap", "sliding_window", "s_aux", "is_causal")
-# What transformers' models pass on to attention functions that don't read it.
+# Options that transformers' models pass to all attention functions, which ignore them.
 _CHANGES_NOTHING = {"position_ids", "output_hidden_states", "output_router_logits"}
 
 
-# The slot of a token is its row in the pages seen as one list of tokens: page * page_tokens +
-# position % page_tokens. With pages of 4 tokens and the block table [7, 2], position 5 is in the
-# second page of its sequence, page 2, and its slot is 2 * 4 + 1 = 9.
+# The slot of a token is its row if all pages are seen as one list of tokens:
+# page * page_tokens + position % page_tokens. With pages of 4 tokens and the block table [7, 2],
+# position 5 is in the second page of its sequence, page 2, and its slot is 2 * 4 + 1 = 9.
 class Pages(NamedTuple):
     """Keys or values of a layer: `states` [pages, page_tokens, heads, head_dim].
 
-    In 8 bit with `scales` [pages, page_tokens, heads, 1].
+    In 8 bit there are `scales` [pages, page_tokens, heads, 1], else None.
     """
 
     states: Tensor
@@ -60,7 +60,7 @@ class Pages(NamedTuple):
 
     @classmethod
     def new(cls, states: Tensor, number: int, page_tokens: int, *, is_int8: bool) -> Pages:
-        """Make `number` pages for states like these, [1, heads, tokens, head_dim]."""
+        """Allocate `number` pages for states shaped like `states`, [1, heads, tokens, head_dim]."""
         shape = number, page_tokens, states.shape[1]
         if not is_int8:
             return cls(states.new_zeros(*shape, states.shape[3]), None)
@@ -75,7 +75,7 @@ class Pages(NamedTuple):
         self.states.flatten(0, 1).index_copy_(0, slots, states)
 
     def gather(self, pages: Tensor, workspace: GatherWorkspace) -> Tensor:
-        """Return the states of some pages, [tokens, heads, head_dim], in the workspace."""
+        """Gather pages into the workspace; return their states, [tokens, heads, head_dim]."""
         number = len(pages) * self.states.shape[1]
         out = workspace.states[:number]
         if self.scales is None or workspace.integers is None or workspace.scales is None:
@@ -88,7 +88,7 @@ class Pages(NamedTuple):
 
 
 class GatherWorkspace(NamedTuple):
-    """A buffer for gathered states; for pages of 8 bit also for their integers and scales."""
+    """A buffer for gathered states; for 8-bit pages, also buffers for their integers and scales."""
 
     states: Tensor
     integers: Tensor | None
@@ -96,7 +96,7 @@ class GatherWorkspace(NamedTuple):
 
     @classmethod
     def new(cls, pages: Pages, tokens: int) -> GatherWorkspace:
-        """Allocate the workspace for so many tokens."""
+        """Allocate the workspace for a number of tokens."""
         shape, scales = (tokens, *pages.states.shape[2:]), pages.scales
         if scales is None:
             return cls(pages.states.new_empty(shape), None, None)
@@ -105,18 +105,19 @@ class GatherWorkspace(NamedTuple):
 
 
 def _gather(pages: Tensor, numbers: Tensor, out: Tensor) -> None:
+    """Copy the pages with these numbers into `out`, one after another."""
     torch.index_select(pages.flatten(1), 0, numbers, out=out.view(len(numbers), -1))
 
 
 class PagedCache:
-    """Keys and values in pages, made for each layer on the device of its first keys.
+    """Keys and values in pages; a layer's pages are allocated at its first call, on its device.
 
     Parameters
     ----------
     capacity : Capacity
-        One page more is made than it says: the scratch page, to which padding is written.
+        One page more is allocated: the scratch page, to which padding is written.
     windows : collection of int
-        Numbers of tokens that layers look back over, and 0 for all.
+        The sliding windows of the layers, in tokens; 0 for full attention.
     """
 
     def __init__(self, capacity: Capacity, windows: Collection[int] = (0,)) -> None:
@@ -125,7 +126,7 @@ class PagedCache:
         self._layers: dict[int, tuple[Pages, Pages]] = {}
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Pages, Pages]:
-        """Return the keys and values of a layer, made at its first call."""
+        """Return the pages of a layer's keys and values, allocated at its first call."""
         if index not in self._layers:
             number, size = self.capacity.pages + 1, self.capacity.page_tokens
             is_int8 = self.capacity.is_int8
@@ -137,12 +138,12 @@ class PagedCache:
 
     @property
     def scratch_page(self) -> int:
-        """The page of padding."""
+        """The page to which padding is written."""
         return self.capacity.pages
 
 
 class _ScoreWorkspace(NamedTuple):
-    """The buffers of a layer whose scores are materialised, beside the others."""
+    """Further buffers for a layer whose scores are materialised."""
 
     scores: Tensor
     weights: Tensor
@@ -152,7 +153,7 @@ class _ScoreWorkspace(NamedTuple):
 
     @classmethod
     def new(cls, query: Tensor, value_dim: int, tokens: int) -> _ScoreWorkspace:
-        """Allocate the buffers for the scores of as many queries as fit, at least one."""
+        """Allocate buffers for queries over `tokens` keys, at most `_MOST_SCORES` at a time."""
         heads = query.shape[1]
         if heads * tokens > _MOST_SCORES:
             raise ModelError(
@@ -172,15 +173,15 @@ class _ScoreWorkspace(NamedTuple):
 
 # A call, for one new token at position 5 of a sequence with the block table [7, 2], pages of 4:
 #
-#     store     its keys and values into slot 9
+#     store     the token's keys and values into slot 9
 #     gather    pages 7 and 2 into rows 0 … 7 of the workspace: the keys of positions 0 … 7
-#     mask      rows 6 and 7: positions behind 5, where page 2 has older contents
+#     mask      rows 6 and 7: positions after 5, where page 2 has outdated contents
 #     attend    1 query to 8 keys, for each head
 #
 # Storing comes first, so that tokens of a prefill chunk find each other's keys in the pages. All
-# padding tokens write to the first slot of the scratch page: its keys are masked, or seen by rows
-# whose results are dropped. Workspaces are freed when the call ends: the caching allocator can give
-# the same blocks to the next layer.
+# padding tokens write to the first slot of the scratch page, whose keys are masked, or seen only by
+# queries whose results are dropped. Workspaces are freed when the call ends, and the caching
+# allocator can give the same memory to the next layer.
 def attend(
     module: Any,
     query: Tensor,
@@ -192,22 +193,22 @@ def attend(
     step_table: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Write a step's keys and values into pages, and attend to those of each sequence.
+    """Write a step's keys and values into pages, and attend to all keys of each sequence.
 
     Parameters
     ----------
     query : Tensor
-        [1, heads, tokens, head_dim]; `key` and `value` have numbers of heads of their own.
+        [1, heads, tokens, head_dim]; `key` and `value` may have fewer heads.
     step, step_table
         See `PagedStep`.
     options
-        Those of transformers' that count are `_OPTIONS`, where `s_aux` are sinks; others that
-        change attention are refused.
+        transformers' options. Those in `_OPTIONS` are applied (`s_aux` are sinks), those in
+        `_CHANGES_NOTHING` are ignored, and all others are refused unless False, 0.0 or None.
 
     Returns
     -------
     tuple
-        [1, tokens, heads, head_dim], and no weights.
+        The result [1, tokens, heads, head_dim], and None in place of attention weights.
     """
     scaling, softcap, sliding_window, sinks, is_causal = (options.pop(x, None) for x in _OPTIONS)
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -215,7 +216,7 @@ def attend(
     if step is None or step_table is None or is_masked or not is_causal:
         raise ModelError(f"{type(module).__name__} has its own attention mask, or is not causal")
     _refuse_unknown(module, options)
-    # Some models state their window in their mask alone.
+    # Some models pass their window only through the mask: see `_make_window_mask`.
     window = sliding_window or 0 if attention_mask is None else attention_mask.shape[0]
     step.enter(module.layer_idx, window)
     keys, values = step.cache.layer(module.layer_idx, key, value)
@@ -241,7 +242,7 @@ def attend(
         pages = numbers[group.offset : group.offset + group.sequences * group.pages]
         gathered = keys.gather(pages, key_workspace), values.gather(pages, value_workspace)
         for tile in group.tiles:
-            # No name for the result of a tile: it is freed when the next one begins.
+            # Without a name a tile's result is freed before the next tile is computed.
             output[tile.first : tile.first + tile.rows][tile.inner].copy_(
                 layer.attend_tile(gathered, group, tile)[tile.inner]
             )
@@ -249,18 +250,18 @@ def attend(
 
 
 def _refuse_unknown(module: Any, options: dict[str, Any]) -> None:
-    """Refuse unknown options, unless they are False, 0.0 or None."""
+    """Raise ModelError for unknown options, unless they are False, 0.0 or None."""
     for name in options.keys() - _CHANGES_NOTHING:
         if isinstance(options[name], Tensor) or options[name]:
             raise ModelError(f"{type(module).__name__} passes to its attention an unknown {name!r}")
 
 
 class _Layer(NamedTuple):
-    """A call of attention; `query` is [heads of keys, queries per head of keys, tokens, …].
+    """A call of attention; `query` is [key heads, query heads per key head, tokens, head_dim].
 
-    `bias` and `hidden` are buffers for masks; `workspace` is for scores, where no fused kernel
-    serves: a soft cap bounds scores (Gemma 2), and sinks are one more score of each head, to which
-    no value belongs (GPT-OSS).
+    `bias` and `hidden` are buffers for masks. `workspace` is for materialised scores, None if a
+    fused kernel can be used. No fused kernel has a soft cap, which bounds scores (Gemma 2), or
+    sinks, which are one more score for each head without a value (GPT-OSS).
     """
 
     query: Tensor
@@ -274,17 +275,17 @@ class _Layer(NamedTuple):
     hidden: Tensor
     workspace: _ScoreWorkspace | None
 
-    # Shapes, with K heads of keys, G queries that share one, n keys, and d for head_dim:
+    # Shapes, with K key heads, G query heads per key head, n keys, and head size d:
     #
     #                   query            keys and values   bias
     #     one sequence  [K, G, rows, d]  [K, 1, n, d]      [1, 1, rows, n]
     #     several       [rows, K, G, d]  [rows, K, n, d]   [rows, 1, 1, n]
     #
-    # Several sequences have one query each: row i of the tile has the keys of sequence i.
+    # Several sequences have one query each: row i of the tile attends to the keys of sequence i.
     def attend_tile(
         self, gathered: tuple[Tensor, Tensor], group: SequenceGroup, tile: QueryTile
     ) -> Tensor:
-        """Return the result of a tile, [rows, heads of keys, sharing, head_dim]."""
+        """Attend for a tile; return [rows, key heads, query heads per key head, head_dim]."""
         keys, values = (_states_of(states, group, tile) for states in gathered)
         skipped = tile.skipped * (len(gathered[0]) // (group.sequences * group.pages))
         rows = slice(tile.first, tile.first + tile.rows)
@@ -294,16 +295,16 @@ class _Layer(NamedTuple):
             query = query.permute(2, 0, 1, 3)
         bias = bias[:, None, None] if group.sequences > 1 else bias[None, None]
         if self.workspace is None:
-            result = _fused(query, keys, values, bias, self.scale)
+            result = _attend_fused(query, keys, values, bias, self.scale)
         else:
-            result = self._with_scores(query, keys, values, bias, self.workspace)
+            result = self._attend_with_scores(query, keys, values, bias, self.workspace)
         return result if group.sequences > 1 else result.permute(2, 0, 1, 3)
 
     # Queries 4 and 5, keys 0 … 5, and a window of 3 (. is -inf):
     #     query 4   . . 0 0 0 .
     #     query 5   . . . 0 0 0
-    # Positions count from the first gathered page. Padding of a block table is at its end, behind
-    # every query of the sequence: the causal rule hides it.
+    # Positions count from the first gathered page. Padding of a block table is at its end, after
+    # all queries of the sequence, so that the causal rule masks the padding.
     def _mask(self, keys: Tensor, queries: Tensor) -> Tensor:
         """Build the additive mask [queries, keys] for causal attention with an optional window."""
         shape = len(queries), len(keys)
@@ -316,16 +317,16 @@ class _Layer(NamedTuple):
             bias.masked_fill_(torch.le(keys, queries - self.window, out=hidden), -torch.inf)
         return bias
 
-    def _with_scores(
+    def _attend_with_scores(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, buffers: _ScoreWorkspace
     ) -> Tensor:
-        """Attend with materialised scores, of as many queries at a time as the buffers hold."""
+        """Attend with materialised scores, for as many queries at a time as the buffers hold."""
         if len(bias) > 1:
             query, key, value, bias = (part.transpose(0, 1) for part in (query, key, value, bias))
-            # [heads of keys, sequences, sharing, 1, …]
-            result = self._weighted(query.unsqueeze(3), key, value, bias.unsqueeze(2), buffers)
+            # [key heads, sequences, query heads per key head, 1, …]
+            result = self._attend_part(query.unsqueeze(3), key, value, bias.unsqueeze(2), buffers)
             return result.transpose(0, 1)[..., 0, :]
-        # [heads of keys, 1, sharing, rows, …]
+        # [key heads, 1, query heads per key head, rows, …]
         query, bias = query[:, None], bias[:, None]
         attended = buffers.attended[: query.numel() // query.shape[-1] * value.shape[-1]]
         attended = attended.view(*query.shape[:-1], value.shape[-1])
@@ -333,21 +334,21 @@ class _Layer(NamedTuple):
         size = max(1, len(buffers.scores) // per_row)
         for start in range(0, query.shape[3], size):
             rows = slice(start, start + size)
-            part = self._weighted(query[:, :, :, rows], key, value, bias[:, :, :, rows], buffers)
+            part = self._attend_part(query[:, :, :, rows], key, value, bias[:, :, :, rows], buffers)
             attended[:, :, :, rows].copy_(part)
         return attended[:, 0]
 
-    def _weighted(
+    def _attend_part(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, buffers: _ScoreWorkspace
     ) -> Tensor:
         """Return values weighted by softmax(scale · query · keyᵀ + bias), in the buffers.
 
-        `query` is [heads of keys, sequences, sharing, rows, head_dim], `key` and `value` are [heads
-        of keys, sequences, keys, head_dim]; `bias` is broadcast.
+        `query` is [key heads, sequences, sharing, rows, head_dim] with `sharing` query heads per
+        key head; `key` and `value` are [key heads, sequences, keys, head_dim]; `bias` is broadcast.
         """
         # The softmax is exact and in float32, in place: scores are shifted by the row's maximum m,
-        # exponentiated, and divided by their sum. A sink s is a score without a value: it takes
-        # part in m, and exp(s - m) in the sum. Scores 1, 2 and a sink of 2: m = 2, the sum is
+        # exponentiated, and divided by their sum. A sink s is a score without a value: m includes
+        # s, and the sum includes exp(s - m). Scores 1, 2 and a sink of 2: m = 2, the sum is
         # e⁻¹ + 1 + 1, and the weights are 0.16 and 0.42; the remaining 0.42 belong to no value.
         heads, sequences, sharing, rows, _ = query.shape
         shape = heads, sequences, sharing * rows, key.shape[2]
@@ -381,10 +382,10 @@ class _Layer(NamedTuple):
 
 
 def _states_of(states: Tensor, group: SequenceGroup, tile: QueryTile) -> Tensor:
-    """Return the gathered states for a tile.
+    """Return the gathered states that a tile attends to.
 
-    Of several sequences [sequences, heads, keys, head_dim]; of a single one [heads, 1, keys,
-    head_dim].
+    Their shape is [sequences, heads, keys, head_dim] for several sequences, and [heads, 1, keys,
+    head_dim] for a single one.
     """
     if group.sequences > 1:
         return states.view(group.sequences, -1, *states.shape[1:]).transpose(1, 2)
@@ -393,25 +394,25 @@ def _states_of(states: Tensor, group: SequenceGroup, tile: QueryTile) -> Tensor:
     return part.transpose(0, 1)[:, None]
 
 
-# Grouped-query attention without repeated keys: with 8 heads, 2 of keys, and 64 queries of one
+# Grouped-query attention without repeated keys: with 8 query heads, 2 key heads and 64 queries of a
 # sequence, the kernel gets a batch of 2 with 4 heads each, and keys that are expanded (stride 0).
-def _fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """Attend by a fused kernel.
+def _attend_fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Attend by a fused kernel of `scaled_dot_product_attention`.
 
-    Of several sequences the queries that share a head of keys are this head's queries; of a single
-    one each head of keys is a sequence to the kernel, all of whose heads read the same.
+    For several sequences the query heads of one key head are passed as rows of that head. For a
+    single sequence each key head is passed as an element of the batch, whose heads share its keys.
     """
     if len(bias) == 1:
         key, value = (states.expand(-1, query.shape[1], -1, -1) for states in (key, value))
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
 
 
-# transformers makes masks once per call of the model, for each kind of layer, and hands them to the
-# layers. The empty tensor [window, 0] takes no memory and is moved like a mask: so the window
-# reaches `attend` also from models that don't pass `sliding_window`.
-def _window_alone(*, mask_function: Any, local_size: int = 0, **options: Any) -> Tensor:
-    """Return the window as the size of an empty tensor, in the place of a mask."""
-    padding = options["attention_mask"]  # that of OPT in 5.17 of transformers hides nothing
+# transformers makes one mask per call of the model and kind of layer, and passes it to the layers.
+# In its place the empty tensor [window, 0] takes no memory and is moved like a mask: so `attend`
+# gets the window even from models that don't pass `sliding_window`.
+def _make_window_mask(*, mask_function: Any, local_size: int = 0, **options: Any) -> Tensor:
+    """Return an empty tensor [window, 0] in place of a mask; raise ModelError if not causal."""
+    padding = options["attention_mask"]  # OPT's in transformers 5.17 masks nothing
     if not _is_causal(mask_function) or not (padding is None or padding.all()):
         raise ModelError("the model's mask is more than causal")
     return torch.empty(local_size, 0, device=options["device"])
@@ -419,9 +420,9 @@ def _window_alone(*, mask_function: Any, local_size: int = 0, **options: Any) ->
 
 # The mask of a sliding window is the closure `and_masks.<locals>.and_mask`, whose cell has the
 # functions `sliding_window_overlay.<locals>.inner_mask` and `causal_mask_function`: the names of
-# all three are known. Code that overlays more (blocks of image tokens) brings an unknown one.
+# all three are known. Code with further overlays (blocks of image tokens) has an unknown function.
 def _is_causal(mask: Any) -> bool:
-    """Return True if a mask function, and all functions in its closure, are causal."""
+    """Return True if a mask function, and all functions in its closure, are known as causal."""
     name = mask.__qualname__.partition(".")[0]
     if mask.__module__ != masking_utils.__name__ or name not in _CAUSAL_MASKS:
         return False
@@ -430,6 +431,6 @@ def _is_causal(mask: Any) -> bool:
 
 
 def register() -> None:
-    """Make this attention known to transformers by its name."""
+    """Register this attention and its masks with transformers under `NAME`."""
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, _window_alone)
+    AttentionMaskInterface.register(NAME, _make_window_mask)

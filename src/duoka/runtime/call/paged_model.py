@@ -1,15 +1,15 @@
 """Steps of many sequences over a paged cache: one call of a model for all their chunks.
 
 All tokens of a step are one packed row, [1, tokens]. Prefill chunks come first, then the sequences
-with one new token each, by length. What attention needs to know of them is in two places:
+with one new token each, by length. The metadata for attention is in two places:
 
-- on the device a table of numbers, which goes from layer to layer as an argument. For each token it
-  has the slot of the cache that its keys and values are written to (the slot mapping), and for each
-  group of sequences the pages to gather (their block tables, one after another);
+- on the device a table of numbers, passed to every layer as an argument. For each token the table
+  has the slot of the cache to write keys and values to (the slot mapping), and for each group of
+  sequences the pages to gather (their block tables, one after another);
 - on the host the plan of the attention calls: groups of sequences, cut into tiles of queries.
 
-Every size is one of a finite set (`forecast.serving`), padding included, so that a step takes the
-memory that any other of its size takes. An example, with pages of 16 tokens:
+Every size is one of a finite set (`forecast.serving`), padding included, so that all steps of one
+size take the same memory. An example, with pages of 16 tokens:
 
     chunks in order     tokens 40 (start 0) │ 1 (position 99) │ 1 (position 110)
     packed row          0 … 39              │ 40              │ 41              │ padding to 48
@@ -17,8 +17,8 @@ memory that any other of its size takes. An example, with pages of 16 tokens:
     groups              one sequence        │ two sequences, 7 pages each
     tiles (queries)     rows 0 … 47         │ rows 40, 41
 
-A tile has a power of two of rows, or all: it computes queries beside its own, and drops their
-results.
+A tile has a power of two of rows, or all rows: results for queries of other chunks among them are
+dropped.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from . import paged_attention
 from .chunk import Chunk
 from .paged_attention import PagedCache
 
-# Sequences are padded together where the longest is at most so many times as long as the shortest,
-# and where padding makes them at most so many times as many.
+# The limit of two ratios in a group: of its longest to its shortest sequence, and of the number of
+# sequences with padding, a power of two, to the number without.
 _PADDING = 1.25
 _SERVED = frozenset({"full_attention", "sliding_attention"})
 
 
 class QueryTile(NamedTuple):
-    """Queries of one attention call: `rows` of them from `first` on in the packed row.
+    """The queries of one attention call: `rows` rows of the packed row, from `first` on.
 
-    Those of the slice `inner` are its own. Of the gathered pages of each sequence they see `pages`
-    from the page `skipped` on.
+    The slice `inner` of these rows are the queries of the chunk; the others' results are dropped.
+    The queries attend to `pages` of the sequence's gathered pages, after the first `skipped`.
     """
 
     first: int
@@ -66,10 +66,10 @@ class QueryTile(NamedTuple):
 
 
 class SequenceGroup(NamedTuple):
-    """Sequences of an attention call, with the same number of `pages` each.
+    """Sequences whose pages are gathered together, each with `pages` pages, padding included.
 
-    Their block tables begin at `offset` in the step's list of pages. Several sequences have one
-    query each, in one tile.
+    Their block tables begin at `offset` in the step's list of pages. A group is either a single
+    sequence, or several with one query each, in one tile.
     """
 
     sequences: int
@@ -89,10 +89,10 @@ class PagedStep:
 
     def __init__(self, chunks: Sequence[Chunk], cache: PagedCache) -> None:
         # Chunks of 3, 1 and 2 tokens are packed as 3, 2, 1: `offsets` is [0, 3, 5, 6], `_chunk_of`
-        # is [0, 0, 0, 1, 1, 2]. If those of 3 and 1 tokens have a row, `last_rows` begins with 2
-        # and 5: the last token of each, in the caller's order. Its padding repeats token 0.
+        # is [0, 0, 0, 1, 1, 2]. If the chunks of 3 and 1 tokens have a `row`, `last_rows` begins
+        # with 2 and 5: the last token of each, in the caller's order. Padding repeats token 0.
         self.cache = cache
-        order = sorted(range(len(chunks)), key=lambda at: _order(chunks[at]))
+        order = sorted(range(len(chunks)), key=lambda at: _sort_key(chunks[at]))
         self.chunks = [chunks[at] for at in order]
         lengths = [len(chunk.tokens) for chunk in self.chunks]
         self.offsets = np.cumsum([0, *lengths])  # cu_seqlens
@@ -108,7 +108,7 @@ class PagedStep:
 
     @classmethod
     def of_size(cls, size: StepSize, cache: PagedCache) -> PagedStep:
-        """Make a step of a size that computes padding alone, with a single tile."""
+        """Make a step of a given size that computes padding alone, in a single tile."""
         capacity = cache.capacity
         pages = [cache.scratch_page] * -(-size.tokens // capacity.page_tokens)
         step = cls([Chunk(0, [0] * size.tokens, 0, pages, row=())], cache)
@@ -121,7 +121,7 @@ class PagedStep:
         return step
 
     def enter(self, layer: int, window: int) -> None:
-        """Note a layer's call; ModelError for a second one, whose keys would replace these."""
+        """Note a layer's call; raise ModelError for a second call, or for an unknown window."""
         if layer in self.windows:
             raise ModelError(f"layer {layer} calls attention more than once")
         if window not in self.cache.windows:
@@ -129,17 +129,17 @@ class PagedStep:
         self.windows[layer] = window
 
     def groups(self, window: int) -> list[SequenceGroup]:
-        """Return the groups for layers that look back over `window` tokens (0: over all)."""
+        """Return the groups for layers with a sliding window of `window` tokens (0: no window)."""
         return self._groups[window]
 
-    # The table of t tokens, for the windows 0 and w. One tensor is one copy from the host, and one
-    # more for each further device of a dispatched model.
+    # The table of t tokens, for the windows 0 and w. As one tensor it needs a single copy from the
+    # host, and one more for each further device of a dispatched model.
     #
     #     0, 1, … gathered_tokens - 1 │ slots │ positions │ pages          │ positions │ pages
     #     key positions               │ [t]   │ [t]       │ [page_numbers] │ [t]       │ …
     #                                 │ all   │ window 0                   │ window w
     def parts(self, window: int) -> tuple[slice, slice, slice]:
-        """Return where the table has the slot mapping, positions in what is gathered, and pages."""
+        """Return slices of the table: slot mapping, positions in gathered keys, pages to gather."""
         capacity, number = self.cache.capacity, self.num_tokens
         slots = capacity.gathered_tokens
         at = self.cache.windows.index(window)
@@ -152,7 +152,7 @@ class PagedStep:
         )
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
-        """Make the arguments of the model's `forward`, but for the logits to keep."""
+        """Make the arguments of the model's `forward`, except `logits_to_keep`."""
         tokens = np.zeros((2, self.num_tokens), np.int64)
         used = len(self._chunk_of)
         tokens[0, :used] = [token for chunk in self.chunks for token in chunk.tokens]
@@ -165,18 +165,18 @@ class PagedStep:
             "position_ids": on_device[1:],
             "use_cache": False,
             "step": self,
-            "step_table": self._table(positions, device),
+            "step_table": self._make_table(positions, device),
         }
 
-    def _table(self, positions: NDArray[np.int64], device: torch.device) -> Tensor:
-        """Make the table for attention: numbers from 0 on, then its `parts`.
+    def _make_table(self, positions: NDArray[np.int64], device: torch.device) -> Tensor:
+        """Make the table for attention: positions of gathered keys from 0 on, then the `parts`.
 
-        Its size follows from the number of tokens alone; a step fills as much of it as it needs.
+        The table's size depends on the number of tokens alone; unused entries are padding.
         """
         cache, number = self.cache, self.num_tokens
         size, gathered = cache.capacity.page_tokens, cache.capacity.gathered_tokens
         # A chunk from position 35 on, with pages of 16 and the block table [7, 2, 9]: `first` is 2,
-        # its pages are [9], and its slots are 9 * 16 + 3, 9 * 16 + 4, …
+        # `pages` is [9], and the slots are 9 * 16 + 3, 9 * 16 + 4, …
         slots = np.full(number, cache.scratch_page * size)
         for at, chunk in enumerate(self.chunks):
             tokens = slice(self.offsets[at], self.offsets[at + 1])
@@ -186,15 +186,15 @@ class PagedStep:
                 pages[positions[tokens] // size - first] * size + positions[tokens] % size
             )
         parts = [slots]
-        # Pages that lie before the window of a chunk's first token aren't gathered. Window 6, pages
-        # of 4, positions 10 … 12: token 10 sees 5 … 10, so page 0 is left out, and positions
-        # relative to the first gathered key are 6 … 8.
+        # Pages before the window of a chunk's first token aren't gathered. Window 6, pages of 4,
+        # positions 10 … 12: token 10 attends to 5 … 10, so page 0 is left out, and the positions,
+        # counted from the first gathered key, are 6 … 8.
         for window in cache.windows:
             numbers = cache.capacity.page_numbers
             firsts = np.array([_first_page(chunk, window, size) for chunk in self.chunks])
             relative = np.zeros(number, np.int64)
             relative[: len(positions)] = positions - firsts[self._chunk_of] * size
-            pages = self._pages(window, firsts)
+            pages = self._form_groups(window, firsts)
             assert len(pages) <= numbers, "page numbers are bounded"
             parts += [relative, np.pad(pages, (0, numbers - len(pages)))]
         filled = torch.from_numpy(np.concatenate(parts))
@@ -203,41 +203,41 @@ class PagedStep:
         table[gathered:].copy_(filled)
         return table
 
-    def _pages(self, window: int, firsts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Form the groups; return the block tables of all of them, one after another."""
+    def _form_groups(self, window: int, firsts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Form the groups for a window; return the block tables of all groups, concatenated."""
         capacity, scratch = self.cache.capacity, self.cache.scratch_page
         if window in self._groups:
             return np.full(capacity.gathered_pages, scratch)
         lengths = [-(-chunk.end // capacity.page_tokens) for chunk in self.chunks] - firsts
         groups, tables, offset = [], list[NDArray[np.int64]](), 0
-        for start, stop in self._runs(lengths.tolist()):
+        for start, stop in self._group_ranges(lengths.tolist()):
             is_several, row = stop - start > 1, int(self.offsets[start])
             number = min(power(stop - start), self.num_tokens)
             pages = capacity.padded_pages(int(lengths[start:stop].max()))
             table = np.full((number, pages), scratch)
-            tile = self._tile(row, stop - start, 0, pages)
+            tile = self._make_tile(row, stop - start, 0, pages)
             # Line i of the table is for row tile.first + i, and a tile at the end of the packed row
             # begins early. Of 16 rows with 7 sequences in rows 9 … 15, the tile has rows 8 … 15:
-            # line 0, for the row of another chunk, keeps scratch pages.
+            # line 0, for a row of another chunk, keeps scratch pages.
             first_line = tile.inner.start if is_several else 0
             for line, index in enumerate(range(start, stop), first_line):
                 first, length = firsts[index], lengths[index]
                 table[line, :length] = self.chunks[index].pages[first : first + length]
             tiles: tuple[QueryTile, ...] = (tile,)
             if not is_several:
-                tiles = tuple(self._tiles(start, int(firsts[start]), window, pages))
+                tiles = tuple(self._cut_tiles(start, int(firsts[start]), window, pages))
             groups.append(SequenceGroup(number, pages, offset, tiles))
             tables.append(table.ravel())
             offset += table.size
         self._groups[window] = groups
         return np.concatenate(tables)
 
-    # Decoding sequences of similar length are computed together: their queries are one tile, their
-    # pages one table, padded to the longest. With lengths of 7, 7, 7, 8 and 20 pages the first four
-    # form a group of 4 × 8 pages; 20 exceeds 7 by more than `_PADDING`. A group has a power of two
-    # of sequences: seven are padded to eight with scratch pages, five are cut to four.
-    def _runs(self, lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield runs of chunks that form a group: one new token each, and about equally long."""
+    # Decoding sequences of similar length form a group: their queries are one tile, their pages one
+    # table, padded to the longest. With lengths of 7, 7, 7, 8 and 20 pages the first four form a
+    # group of 4 × 8 pages, as 20 is more than `_PADDING` times 7. The number of sequences is a
+    # power of two: seven are padded to eight with scratch pages, of five only four form a group.
+    def _group_ranges(self, lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield ranges of chunks that form a group: one chunk, or several decoding sequences."""
         capacity, start = self.cache.capacity, 0
         while start < len(self.chunks):
             stop, longest = start + 1, lengths[start]
@@ -254,10 +254,10 @@ class PagedStep:
             start = stop
 
     # 600 tokens from position 0 on, with pages of 16 and no window: tiles of 256, 256 and 88
-    # queries, the last one widened to 128 rows. They see 16, 32 and 40 pages: keys behind a tile's
+    # queries, the last widened to 128 rows. They attend to 16, 32 and 40 pages: keys after a tile's
     # last query aren't multiplied, which saves up to half of the pairs of a long prompt.
-    def _tiles(self, index: int, first: int, window: int, pages: int) -> Iterator[QueryTile]:
-        """Cut a chunk into tiles; whole pages of keys that no query of a tile sees are left out."""
+    def _cut_tiles(self, index: int, first: int, window: int, pages: int) -> Iterator[QueryTile]:
+        """Cut a chunk into tiles, each without the pages that no query of the tile attends to."""
         chunk, size = self.chunks[index], self.cache.capacity.page_tokens
         for offset in range(0, len(chunk.tokens), PIECE_ROWS):
             number = min(PIECE_ROWS, len(chunk.tokens) - offset)
@@ -265,25 +265,26 @@ class PagedStep:
             skipped = max(0, (start - window + 1) // size - first) if window else 0
             seen = padded(-(-(start + number) // size) - first - skipped)
             row = int(self.offsets[index]) + offset
-            yield self._tile(row, number, skipped, min(seen, pages - skipped))
+            yield self._make_tile(row, number, skipped, min(seen, pages - skipped))
 
-    def _tile(self, row: int, number: int, skipped: int, pages: int) -> QueryTile:
-        """Make the tile of `number` queries from a row on, widened to a known number of rows."""
+    def _make_tile(self, row: int, number: int, skipped: int, pages: int) -> QueryTile:
+        """Make the tile of `number` queries from a row on, widened to a power of two of rows."""
         rows = min(power(number), self.num_tokens)
         first = max(0, min(row, self.num_tokens - rows))
         return QueryTile(first, rows, slice(row - first, row - first + number), skipped, pages)
 
 
 class PagedModel:
-    """Calls a model with steps over a paged cache; a step can be computed again.
+    """Calls a model with steps over a paged cache; a step can be recomputed.
 
     Parameters
     ----------
     model : PreTrainedModel
-        One that `reads_pages`, on one device, dispatched over several, or a part of one.
+        A model that `reads_pages`: on one device, dispatched over several, or one stage's part.
     capacity : Capacity
     device : torch.device, optional
-        Where inputs are made: the device of the model's first module.
+        The device on which inputs are made: that of the model's first module, by default the
+        model's own.
     """
 
     def __init__(
@@ -298,18 +299,18 @@ class PagedModel:
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def close(self) -> None:
-        """Give the model its own attention back; the cache is gone."""
+        """Restore the model's own attention, and free the cache."""
         self.model.set_attn_implementation(self._attention_before)
         del self.cache
 
     @torch.no_grad()
     def start(self) -> None:
-        """Run the first step, and so make the pages.
+        """Run a first step, which allocates the pages.
 
         Raises
         ------
         ModelError
-            If the model's code does more than causal attention, once in each layer.
+            If a layer's attention isn't causal, or a layer calls attention more than once.
         """
         step = self.step(size=FIRST)
         logits = self.call(step, self.device)()
@@ -317,33 +318,33 @@ class PagedModel:
         draw_in_every_way(logits)
 
     def warm_up(self, warm_up: WarmUp = "every") -> None:
-        """Run the first step and steps of other sizes: failures come now."""
+        """Run a first step and steps of other sizes, so that out-of-memory errors come now."""
         self.start()
         for size in self.cache.capacity.warm_up_steps(warm_up, self._reserved_bytes):
             self.try_out(size)
 
     def try_out(self, size: StepSize) -> None:
-        """Run a step of a size, and all that can be made of its logits."""
+        """Run a step of a given size, and every path of sampling on its logits."""
         draw_in_every_way(self.run(size=size))
 
     def step(self, chunks: Sequence[Chunk] = (), size: StepSize | None = None) -> PagedStep:
-        """Make a step of chunks; with a size, of padding alone."""
+        """Make a step of chunks, or a step of padding alone if a size is given."""
         return (
             PagedStep(chunks, self.cache) if size is None else PagedStep.of_size(size, self.cache)
         )
 
     @torch.no_grad()
     def run(self, chunks: Sequence[Chunk] = (), size: StepSize | None = None) -> Tensor:
-        """Compute a step where all of the model is in this process; see `call`."""
+        """Run a step on a model that is wholly in this process; return logits as `call` does."""
         return self.call(self.step(chunks, size), self.device)()
 
     def call(self, step: PagedStep, device: torch.device) -> Callable[[], Tensor]:
-        """Return a function that calls the model with a step, whose inputs are made on a device.
+        """Make a step's inputs on a device; return a function that calls the model with them.
 
-        It returns the logits of `step.last_rows`, [rows, vocabulary]: of the chunks that have a
-        row, in their order, then padding.
+        The function returns the logits of `step.last_rows`, [rows, vocabulary]: of the chunks with
+        a `row`, in the caller's order, then padding.
         """
-        # As numbers rows are on no device: a tensor would go to the first block's.
+        # `rows` is a list: movers would bring a tensor to the device of the first block.
         rows, inputs = step.last_rows, step.inputs(device)
         if self._takes_rows:
             inputs["logits_to_keep"] = rows
@@ -355,22 +356,22 @@ class PagedModel:
         return run
 
     def refuse_other_windows(self, step: PagedStep) -> None:
-        """Raise ModelError where a layer's own cache forgets more tokens than its attention."""
+        """Raise ModelError if a layer's own cache has another window than its attention calls."""
         for number, window in enumerate(_windows_of(self.model)):
             if step.windows.get(number, window) != window:
                 raise ModelError(f"layer {number} has a sliding window that its attention ignores")
 
     def _reserved_bytes(self) -> int:
-        """Return the most that the allocators of the model's devices have reserved together."""
+        """Return the sum of the peak reserved bytes of the model's devices."""
         peaks = map(peak_bytes, {parameter.device for parameter in self.model.parameters()})
         return sum(peak.reserved_bytes for peak in peaks if peak is not None)
 
 
 @contextmanager
 def reading_pages(model: PreTrainedModel) -> Iterator[None]:
-    """Turn errors of a model's code that reads its mask into ModelError: there is no mask.
+    """Turn any error in the scope into ModelError: the model doesn't support a paged cache.
 
-    Errors of memory and of lost GPUs stay.
+    Model code may fail since it gets no mask. Out-of-memory errors and lost GPUs are raised as is.
     """
     try:
         yield
@@ -383,9 +384,10 @@ def reading_pages(model: PreTrainedModel) -> Iterator[None]:
 
 
 def reads_pages(model: PreTrainedModel) -> bool:
-    """Return True if all layers keep keys and values, and call attention by an interface.
+    """Return True if a model's layers can read their keys and values from pages.
 
-    That is transformers' `AttentionInterface`.
+    All layers must have keys and values of their own, with full or sliding-window attention, called
+    through transformers' `AttentionInterface`.
     """
     config = model.config.get_text_config(decoder=True)
     return (
@@ -397,18 +399,18 @@ def reads_pages(model: PreTrainedModel) -> bool:
     )
 
 
-def _order(chunk: Chunk) -> tuple[bool, int]:
-    """Sort prefill chunks first, then decoding sequences by length."""
+def _sort_key(chunk: Chunk) -> tuple[bool, int]:
+    """Return a key that sorts prefill chunks first, then decoding sequences by length."""
     is_single = len(chunk.tokens) == 1
     return is_single, chunk.end if is_single else 0
 
 
 def _first_page(chunk: Chunk, window: int, page_tokens: int) -> int:
-    """Return the first page in the window of a chunk."""
+    """Return the index of the first page that a chunk's first token attends to (0: no window)."""
     return max(0, chunk.start - window + 1) // page_tokens if window else 0
 
 
 def _windows_of(model: PreTrainedModel) -> list[int]:
-    """Return how many tokens each layer's own cache keeps; 0 where it keeps all."""
+    """Return the sliding window of each layer's own cache in tokens; 0 for layers without."""
     layers = getattr(new_cache(model), "layers", [])
     return [layer.sliding_window if layer.is_sliding else 0 for layer in layers]

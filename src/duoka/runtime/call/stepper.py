@@ -1,8 +1,8 @@
-"""The calls of `generate` without the values of its logits, for tracing and proving.
+"""The forward calls of `generate`, made without reading logits, for tracing and checking.
 
 `generate` itself needs the values of logits to go on. A `Stepper` makes the same forward calls with
-the same arguments instead: the prompt (or its chunks), then one token at a time over the cache.
-Each step ends in sampling from the last logits, where the caller's inputs are.
+the same arguments: the prompt (or its chunks), then one token at a time over the cache. Each step
+ends with sampling from the last logits, on the device of the caller's inputs.
 """
 
 from __future__ import annotations
@@ -32,24 +32,23 @@ _TEMPERATURE, _TOP_P = 0.8, 0.8
 
 
 class Stepper(GenerateCaller):
-    """A run of a model: a batch of sequences over a cache.
+    """Runs a model step by step over a batch of sequences and their cache.
 
-    The tokens of an encoder with a decoder are the encoder's in the first step; the decoder begins
-    with one. Several sequences come with padding on the left, as prompts of different lengths have
-    it.
+    With an encoder-decoder model the tokens of the first step go to the encoder; the decoder begins
+    with one token. Several sequences are padded on the left, as prompts of different lengths are.
 
     Parameters
     ----------
     model : PreTrainedModel
     batch : int
     device : torch.device
-        Where the caller's inputs are made: the device of the first module.
+        The device on which inputs are made: that of the first module.
     conditions : Conditions
     prompts : ImagePrompts, optional
-        The images of the prompt. A model that encodes images apart takes `passes` of them in steps
-        before the prompt, and one step after the prompt in which the features are freed.
+        The images of the prompt. If the model encodes images before its call, each of `passes` is a
+        step before the prompt, and the features are freed in a step after the prompt.
     prompt_tokens : int
-        Length of a prompt with images that is read in chunks.
+        The length of a prompt with images that is read in chunks, else 0.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Stepper(GenerateCaller):
         self.past = 0
         self._encoded: Any = None
         self.cache: Any = self._new_cache()
-        # A model with a cache of its own hands `generate` arguments for its next call.
+        # A model that makes its own cache returns the arguments for its next call.
         self._brings_cache = self.cache is None
         self._next_arguments: dict[str, Any] = {}
 
@@ -89,7 +88,7 @@ class Stepper(GenerateCaller):
         device: torch.device,
         prompts: ImagePrompts | None = None,
     ) -> Stepper:
-        """Make the stepper of a workload; `prompts` were made before the model was spread."""
+        """Make the stepper of a workload; make `prompts` before placing the model on devices."""
         if prompts is not None:
             refuse_short(workload, prompts.least_tokens)
         return cls(
@@ -102,21 +101,21 @@ class Stepper(GenerateCaller):
         )
 
     def run(self, workload: Workload, *, decode_steps: int) -> None:
-        """Run a workload's prefill, and some decode steps."""
+        """Run a workload's prefill, and a number of decode steps."""
         for phase, tokens in self.prompt_steps(workload):
             self.take(phase, tokens)
         for _ in range(decode_steps):
             self.step(1)
 
     def prompt_steps(self, workload: Workload) -> Iterator[tuple[Phase, int]]:
-        """Yield the steps up to the first new token: phases, with their images or tokens."""
+        """Yield the steps up to the first new token: phases with numbers of images or tokens."""
         yield from (("encode", images) for images in self.passes)
         yield from (("extend" if past else "prefill", query) for query, past in workload.chunks())
         if self.passes:
             yield "release", 0
 
     def take(self, phase: Phase, tokens: int) -> None:
-        """Take a step of any phase; the `tokens` of an "encode" step are images."""
+        """Run a step of any phase; `tokens` is ignored unless the step reads tokens."""
         if phase == "encode":
             self.encode()
         elif phase == "release":
@@ -133,11 +132,11 @@ class Stepper(GenerateCaller):
         self._reader.encode()
 
     def release(self) -> None:
-        """Free the features of the images: the prompt is read."""
+        """Free the features of the images, once the prompt is read."""
         self._reader = None
 
     def step(self, query: int) -> None:
-        """Run the model over `query` more tokens."""
+        """Run the model over the next `query` tokens."""
         keys = self.past + query
         if self._reader is not None:
             self._call(keys, self._chunk_with_images(self._reader, query))
@@ -152,7 +151,7 @@ class Stepper(GenerateCaller):
             self._call(keys, self._inputs(query, keys))
 
     def prefill(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Run the model over a given prompt, with its images for example."""
+        """Run the model over a prompt given as arguments of `forward`, maybe with images."""
         arguments = {
             **inputs,
             **({"use_cache": True} if "use_cache" in self._accepted else {}),
@@ -163,11 +162,11 @@ class Stepper(GenerateCaller):
         self._call(self.past + inputs["input_ids"].shape[1], arguments)
 
     def lengthen(self, tokens: int) -> None:
-        """Append tokens of any content to the cache, without computing each.
+        """Lengthen the cache by tokens of any content, without computing each if possible.
 
-        A plain cache grows at once; a cache with a layout of its own is filled in a few steps.
+        A plain cache is lengthened at once; other caches are filled in as few steps as possible.
         """
-        # The cache of a decoder is beside that of its encoder's states.
+        # An encoder-decoder cache has one part for the decoder's own keys, another for the encoder.
         plain = getattr(self.cache, "self_attention_cache", self.cache)
         if tokens > 0 and lengthen(plain, tokens):
             self.past += tokens
@@ -177,13 +176,13 @@ class Stepper(GenerateCaller):
                 self.cache = cache
                 self.past += tokens
                 return
-            # A model with a cache of its own is called with one token after its prompt.
+            # A model that makes its own cache accepts one token at a time after its prompt.
             query = 1 if self._brings_cache else min(tokens, _LENGTHEN_TOKENS)
             self.step(query)
             tokens -= query
 
     def _call(self, keys: int, arguments: dict[str, Any]) -> None:
-        """Call the model, keep what its next call needs, and sample."""
+        """Call the model, keep the cache and arguments for its next call, and sample a token."""
         outputs = self.model(**arguments)
         logits = carry(outputs.logits[:, -1], self.device, copy=True, dtype=torch.float32)
         cache = cache_in(outputs)
@@ -191,20 +190,20 @@ class Stepper(GenerateCaller):
         if self._is_pair:
             self._encoded = BaseModelOutput(last_hidden_state=outputs.encoder_last_hidden_state)
             for name in (part.name for part in fields(outputs)):
-                if name.startswith(_ENCODED):  # a decoder may read more of its encoder's outputs
+                if name.startswith(_ENCODED):  # a decoder may read further encoder outputs
                     setattr(self._encoded, name.removeprefix(_ENCODED), getattr(outputs, name))
         elif self._brings_cache:
             arguments = self.model._update_model_kwargs_for_generation(outputs, {})
             self._next_arguments = {k: v for k, v in arguments.items() if k not in CACHE_NAMES}
-        # `generate` drops its outputs, all logits included, when the token is chosen; and until
-        # then it holds the scores and the probabilities that the token before was chosen from.
+        # `generate` frees the outputs, all logits included, only after choosing a token; until then
+        # it also holds the scores and the probabilities from which the previous token was chosen.
         earlier_scores = [torch.empty_like(logits) for _ in range(2)] if self.past else []
         _sample(logits)
         del earlier_scores, outputs
         self.past = keys
 
     def _chunk_with_images(self, reader: ImageReader, query: int) -> dict[str, Any]:
-        """Prepare a chunk of a prompt whose images are encoded."""
+        """Make the arguments for a chunk of a prompt whose images have been encoded."""
         assert self.prompts is not None, "there are images"
         if not self.past:
             text = self.prompts.text(self.batch, self.prompt_tokens or query)
@@ -222,7 +221,7 @@ class Stepper(GenerateCaller):
         )
 
     def _inputs(self, query: int, keys: int) -> dict[str, Any]:
-        """Prepare the last `query` of `keys` tokens."""
+        """Make the arguments for the last `query` of `keys` tokens."""
         ids, mask = self._ids_and_mask(keys)
         positions = mask.cumsum(-1) - 1
         positions = positions.masked_fill(mask == 0, 0)
@@ -239,7 +238,7 @@ class Stepper(GenerateCaller):
         )
 
     def _pair_inputs(self, query: int, keys: int) -> dict[str, Any]:
-        """Make the arguments of an encoder with a decoder: the encoder runs in the first step."""
+        """Make the arguments of an encoder-decoder model, whose encoder runs in the first step."""
         ids, mask = self._ids_and_mask(keys)
         if self._encoded is None:
             num_decoded, num_encoded = 1, query
@@ -264,15 +263,15 @@ class Stepper(GenerateCaller):
         return ids, mask
 
     def _pad(self, mask: torch.Tensor) -> None:
-        """Mask the first token of all sequences but the last."""
+        """Mask the first token of all sequences but the last, as left padding."""
         if self.batch > 1:
             mask[:-1, :1] = 0
 
 
 def _sample(scores: torch.Tensor) -> None:
-    """Choose tokens with a temperature and a top p, the usual way that takes most memory.
+    """Sample tokens from scores [batch, vocabulary] with temperature and top p.
 
-    scores [batch, vocabulary]
+    Of the usual sampling methods of `generate` this one needs the most memory.
     """
     scores = scores / _TEMPERATURE
     ordered, order = torch.sort(scores)

@@ -1,10 +1,10 @@
-"""Dispatch: the one place where activations change device. How a placement is found isn't known.
+"""Dispatch: the only package in which activations change device. It doesn't know the planner.
 
-- `dispatch`, `install_movers`: a model → the same, with movers at its stages' borders; and back
-- `arguments`: which tensors of a call are brought to a block, by one rule for all
-- `copies`: from device to device, around pairs of GPUs whose copies don't arrive
-- `movers`: inputs to the device of a stage, each tensor once; outputs back
-- `classes`: what a block's or the model's class does besides
-- `place_tensors`: parameters and buffers on their devices
-- `offload`: weights that stay on the host, streamed into two buffers
+- `dispatch`, `install_movers`: places a model on devices and puts movers on its blocks; undoes both
+- `arguments`: the rule for which tensors of a call are brought to a block's device
+- `copies`: copies between devices, through the host where direct copies between GPUs fail
+- `movers`: bring inputs to a block's device, each tensor once per call, and outputs back
+- `classes`: subclasses given to blocks and models, which call the movers
+- `place_tensors`: moves parameters and buffers to their devices
+- `offload`: weights that stay on the host, streamed into two buffers on the GPU
 """

@@ -1,12 +1,12 @@
 """The rule by which tensors are brought to a block, for dispatch, tracing and the check.
 
 A tensor is brought from any device, from the CPU too (a mask that model code made there), at any
-depth of tuples, lists and dictionaries. A `UserDict` is a dictionary as well: in one transformers
-hands the keys and values that layers share from block to block.
+depth of tuples, lists and dictionaries. A `UserDict` counts as a dictionary: transformers uses one
+to hand shared keys and values from block to block.
 
-Three kinds of tensors stay where they are: a single number on the CPU, which mixes with any device;
-tensors inside of other objects, as in a cache; and where a module holds several blocks, a cache
-with a part for each block: every part lies with the block that made it.
+Three kinds of tensors stay where they are: a 0-dim tensor on the CPU, which mixes with any device;
+tensors inside of other objects, as in a cache object; and, for a container of blocks, a cache made
+of tuples or lists with a part for each block: every part stays on the device of its block.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ NO_TENSORS = frozenset({type(None), bool, int, float, str})
 
 
 def must_move(tensor: Tensor, device: torch.device) -> bool:
-    """Return True if a tensor must be brought to a device; a number on the CPU mixes with any."""
+    """Return True if a tensor must be brought to a device; a 0-dim CPU tensor mixes with any."""
     return tensor.device != device and not (tensor.dim() == 0 and tensor.device.type == "cpu")
 
 
 def bring(tensor: Tensor, device: torch.device) -> Tensor:
-    """Bring a tensor to the device, as movers do."""
+    """Return a tensor on the device, by the rule of `must_move`."""
     return carry(tensor, device) if must_move(tensor, device) else tensor
 
 
 def mapped(
     value: Any, change: Callable[[Tensor], Tensor], other: Callable[[Any], Any] | None = None
 ) -> Any:
-    """Return the value with every tensor in it changed; the very same object where none was.
+    """Apply `change` to every tensor inside tuples, lists and dictionaries; return the new value.
 
-    `other` changes values that are neither tensors nor containers.
+    If no tensor changes, the very same object is returned. `other` is applied to values that are
+    neither tensors nor containers.
     """
     if type(value) in NO_TENSORS:
         return value
@@ -67,6 +68,7 @@ def mapped(
 
 
 def _with_entries(value: Any, entries: dict[Any, Any]) -> Any:
+    """Return a copy of a dictionary with changed entries, or itself if none is changed."""
     if all(entries[key] is item for key, item in value.items()):
         return value
     # A shallow copy keeps the class and its attributes: transformers' outputs are dicts.
@@ -80,7 +82,7 @@ def _with_entries(value: Any, entries: dict[Any, Any]) -> Any:
 
 
 class _Entries(dict[Any, Any]):
-    """Entries of a shared dictionary on a block's device; the block's new entries go to both."""
+    """A shared dictionary's entries on a block's device; new entries are written to both."""
 
     shared: UserDict[Any, Any]
 
@@ -95,13 +97,13 @@ def mapped_call(
     change: Callable[[Tensor], Tensor],
     caches: Collection[int | str] = (),
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with every tensor changed, but those of the caches."""
+    """Apply `change` to every tensor among a call's arguments, but not inside `caches`."""
 
     def of(key: int | str, value: Any) -> Any:
         stays = key in caches and isinstance(value, (tuple, list, dict))
         return value if stays else mapped(value, change)
 
-    # In this order dispatch moves them, on which the addresses of its copies depend.
+    # Dispatch copies in this order, which decides on the addresses of the copies.
     changed = {key: of(key, value) for key, value in kwargs.items()}
     return tuple([of(at, value) for at, value in enumerate(args)]), changed
 
@@ -114,7 +116,8 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def _collect(tree: Any, tensors: list[Tensor]) -> None:
-    # Called for every argument of every operation that is traced: no generators here.
+    """Append the tensors in nested containers to a list."""
+    # Called for every argument of every traced operation: generators would be slow here.
     if isinstance(tree, Tensor):
         tensors.append(tree)
     elif isinstance(tree, (tuple, list)):
@@ -131,14 +134,14 @@ def shared_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[UserDict
 
 
 def caches_of(module: nn.Module) -> frozenset[int | str]:
-    """Return the arguments of a module, by position and by name, that take a cache."""
+    """Return the positions and names of a module's arguments that take a cache."""
     names = list(inspect.signature(module.forward).parameters)
     positions = (at for at, name in enumerate(names) if name in CACHE_NAMES)
     return frozenset([*CACHE_NAMES, *positions])
 
 
 def caches_in(outputs: Any) -> list[Any]:
-    """Return the caches among a model's outputs: by name, or tuples of tuples in older code."""
+    """Return the caches among a model's outputs, found by name; in older code, as nested tuples."""
     if isinstance(outputs, dict):
         return [cache for name, cache in outputs.items() if name in CACHE_NAMES]
     parts = outputs if isinstance(outputs, tuple) else ()
@@ -146,7 +149,7 @@ def caches_in(outputs: Any) -> list[Any]:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return the inputs of a call on a device, as the caller of a model brings them there."""
+    """Move a call's inputs to a device, dataclasses and objects with `to` included; keep leaves."""
 
     def move(tensor: Tensor) -> Tensor:
         return carry(tensor.detach(), device).requires_grad_(tensor.requires_grad)

@@ -1,17 +1,17 @@
-"""The classes that dispatch gives modules: subclasses of their own, swapped in place.
+"""The classes that dispatch gives modules: a subclass of the module's class, swapped in place.
 
-This is the one way in which the runtime steps between a model's code and its blocks: movers,
+This is the only way in which the runtime steps between a model's code and its blocks: movers,
 streamed weights (`offload`) and pipeline stages (`stages.interceptor`) all use it.
 
 - A block gets a subclass that moves its arguments (`MOVER`) and decides how the call runs
-  (`AROUND`), as PyTorch's own parametrizations and FSDP have one. PyTorch calls a module with a
-  registered hook on a slow path, which alone would cost 2 % of a small model's decode step. Hooks
-  that others register see arguments that are moved already.
-- A module that contains blocks remembers copies for the time of its call (`FRAMES`).
-- The model gets a subclass whose `forward` brings its outputs back, whoever calls it (peft doesn't
-  call the model).
+  (`AROUND`), as PyTorch's own parametrizations and FSDP do. Hooks aren't used, since PyTorch calls
+  modules with registered hooks on a slow path, which alone would cost 2 % of a small model's decode
+  step. Hooks that users register see moved arguments.
+- A module that contains blocks remembers copies during its call (`FRAMES`).
+- The model gets a subclass whose `forward` brings the outputs back, even for callers that bypass
+  the model's `__call__`, as peft.
 
-All of them refuse to be moved.
+All these classes refuse `to`, `cuda` and `cpu`.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ FRAMES = "_duoka_frames"
 
 
 class _Dispatched:
-    """Base of the classes put before a module's own."""
+    """Base of the classes that are put in front of a module's own class."""
 
     def __init_subclass__(cls) -> None:
-        """Skip the hook by which the module's class registers its subclasses."""
+        """Skip a hook of the module's class that would register its subclasses."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        # pickle looks classes up by name, and this one has the name of another
+        # pickle looks classes up by name, and this class has the name of the module's own class.
         *kinds, base = type(self).__bases__
         return _revive, (base, tuple(kinds)), self.__getstate__()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Refuse to move tensors: `to`, `cuda` and `cpu` come here, those of wrappers too."""
+        """Refuse to move tensors to another device: `to`, `cuda` and `cpu` all call this method."""
         module: Any = self
         for device in {tensor.device for tensor in module.parameters()}:
             target = fn(torch.empty(0, device=device)).device
@@ -57,9 +57,9 @@ class _Dispatched:
         return inherited._apply(fn, recurse)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Hand a block's mover on to the module that replaces the block, as peft's layers do.
+        """Hand the mover of a replaced block on to the new module, such as a layer of peft.
 
-        Such a layer computes on the block's device, and brings no arguments there.
+        The new module computes on the block's device, but wouldn't bring arguments there itself.
         """
         replaced = self.__dict__["_modules"].get(name)
         mover = None if replaced is None else replaced.__dict__.get(MOVER)
@@ -70,7 +70,7 @@ class _Dispatched:
 
 
 class _Moving(_Dispatched):
-    """A block or a container of blocks: its mover brings the arguments of a call to its device.
+    """A block or a container of blocks: its mover brings a call's arguments to its device.
 
     The function at `AROUND` decides how the call runs: with streamed weights, or in a stage.
     """
@@ -88,21 +88,21 @@ class _Moving(_Dispatched):
 
 
 class _Spread(_Dispatched):
-    """A dispatched model."""
+    """A dispatched model, whose `forward` goes through its `Root`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inherited: Any = super()  # the module's own class
         call = inherited.__call__
-        if "forward" in self.__dict__:  # somebody's own, which needn't come by the class's
+        if "forward" in self.__dict__:  # set by a user; it may bypass the class's `forward`
             return self.__dict__[ROOT].run(call, args, kwargs)
         return call(*args, **kwargs)
 
 
 def _through_root(base: type[Any], name: str, run: str) -> Callable[..., Any]:
-    """Wrap a method of a model, which then goes through a method of the model's `Root`.
+    """Wrap the method `name` of a model's class, to go through the method `run` of its `Root`.
 
-    The signature stays, since others read it. In `generate` the model reports the device of the
-    inputs as its own: outputs come there, and assisted decoding brings its candidates there.
+    The signature stays, since libraries read it. In `generate` the model reports the device of the
+    inputs as its own, where outputs are brought, and the candidates of assisted decoding.
     """
 
     @wraps(getattr(base, name))
@@ -117,8 +117,8 @@ def _through_root(base: type[Any], name: str, run: str) -> Callable[..., Any]:
 def _device_of(inherited: Any) -> property:
     """Override the `device` of a transformers model: the device of its first block.
 
-    Transformers returns that of the first registered parameter, which may belong to a tower that
-    runs behind the embeddings.
+    Transformers returns the device of the first registered parameter, which may belong to a tower
+    that runs after the embeddings.
     """
 
     def device(self: nn.Module) -> Any:
@@ -130,13 +130,13 @@ def _device_of(inherited: Any) -> property:
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """Return a module's class without dispatch."""
+    """Return a module's own class, as before dispatch."""
     kind = type(module)
     return kind.__bases__[-1] if issubclass(kind, _Dispatched) else kind
 
 
 def update_class(module: nn.Module) -> None:
-    """Give a module the class for its attributes of dispatch."""
+    """Set a module's class to suit its attributes `ROOT`, `MOVER`, `AROUND` and `FRAMES`."""
     attributes = module.__dict__
     kinds: list[type[_Dispatched]] = [_Spread] if ROOT in attributes else []
     if not attributes.keys().isdisjoint((MOVER, AROUND, FRAMES)):
@@ -147,10 +147,11 @@ def update_class(module: nn.Module) -> None:
 # A layer's class becomes a new one with the bases (_Moving, LlamaDecoderLayer): `__call__` is found
 # in `_Moving` first, while `isinstance` and the class's name are as before.
 def _class_of(base: type[nn.Module], kinds: tuple[type[_Dispatched], ...]) -> type[nn.Module]:
+    """Return the class with the given dispatch classes in front of a module's own class."""
     if not kinds:
         return base
     if (base, kinds) not in _classes:
-        # transformers looks at the name, so it is the same.
+        # transformers reads the class's name, so the name stays the same.
         names: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__}
         if _Spread in kinds:
             names["forward"] = _through_root(base, "forward", "run")
@@ -162,11 +163,11 @@ def _class_of(base: type[nn.Module], kinds: tuple[type[_Dispatched], ...]) -> ty
     return _classes[base, kinds]
 
 
-# One for each class, so that blocks of one kind stay of one kind.
+# Each is made once, so that blocks of the same class keep sharing a class.
 _classes: dict[tuple[type[nn.Module], tuple[type[_Dispatched], ...]], type[nn.Module]] = {}
 
 
 def _revive(base: type[nn.Module], kinds: tuple[type[_Dispatched], ...]) -> nn.Module:
-    """Begin a copy of a dispatched module."""
+    """Make an empty dispatched module, whose state pickle or copy fills in."""
     copied = _class_of(base, kinds)
     return copied.__new__(copied)

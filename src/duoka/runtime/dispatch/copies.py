@@ -1,9 +1,9 @@
-"""Copies between devices, and the detour where they don't arrive.
+"""Copies between devices; through the host's memory where direct copies between GPUs fail.
 
-Where one GPU may write to another's memory (peer access), an IOMMU or PCIe's access control can
-lead the bytes astray, and nobody reports an error: zeros or garbage arrive. So each pair of GPUs
-that tensors go between is tested once in a process, by bytes that are read again by the host; where
-they don't arrive, tensors go through the host's memory, which both GPUs reach.
+When one GPU writes directly to another's memory (peer access), an IOMMU or PCIe's access control
+can misroute the bytes without any error: zeros or garbage arrive. So each ordered pair of GPUs in
+use is tested once per process, with a pattern that the host reads back. If the pattern is damaged,
+tensors between the two go through the host's memory.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from duoka.base.progress import say
 
-# In the allocator's smallest segments, and more than what goes in one piece over any link.
+# 256 KiB: fits the allocator's small segments, and is more than any link sends in one piece.
 _WORDS = 2**16
 
 
 def carry(tensor: Tensor, device: torch.device, **options: Any) -> Tensor:
-    """Copy a tensor to a device as `Tensor.to` does; through the host where direct copies fail."""
+    """Copy a tensor to a device as `Tensor.to` does, through the host if direct copies fail."""
     source = tensor.device
     if source.type == device.type == "cuda" and not arrives(_index(source), _index(device)):
         tensor = tensor.cpu()
@@ -30,9 +30,9 @@ def carry(tensor: Tensor, device: torch.device, **options: Any) -> Tensor:
 
 
 def try_copies(devices: Iterable[torch.device]) -> None:
-    """Test the copies between neighbours, and between the last and the first, before their use.
+    """Test the copies between neighbouring GPUs, and between last and first, before their use.
 
-    Other pairs are tested at their first copy. The memory of the test is released.
+    Other pairs are tested at their first copy. The test's memory is released.
     """
     gpus = list(dict.fromkeys(_index(device) for device in devices if device.type == "cuda"))
     tested = _arrives.cache_info().misses
@@ -48,13 +48,14 @@ def arrives(source: int, target: int) -> bool:
     try:
         return _arrives(source, target)
     except torch.OutOfMemoryError:
-        return False  # it can't be known now
+        return False  # no memory for the test now: assume that copies fail
 
 
-@cache  # what a machine does to bytes it does until it is restarted
+@cache  # the result holds until the machine restarts
 def _arrives(source: int, target: int) -> bool:
+    """Test the copies from one CUDA device to another; report failing ones to the user."""
     if source == target or not torch.cuda.can_device_access_peer(source, target):
-        return True  # the driver leads it through the host's memory itself
+        return True  # without peer access the driver copies through the host
     fault = copy_fault(f"cuda:{source}", f"cuda:{target}")
     if fault:
         say(
@@ -65,7 +66,7 @@ def _arrives(source: int, target: int) -> bool:
 
 
 def copy_fault(source: str, target: str) -> str:
-    """Describe the damage to bytes that are copied between two devices; empty if they arrive."""
+    """Describe the damage to bytes copied between two devices; return "" if they arrive intact."""
     with torch.inference_mode():
         pattern = torch.arange(1, _WORDS + 1, dtype=torch.int32, device="cpu")
         inverse = pattern.bitwise_not()

@@ -1,10 +1,11 @@
 """Dispatch: the only place where activations change device.
 
-A dispatched model is the same object with its parameters and buffers where the placement says, and
-with movers on its blocks, which bring arguments to them. Outputs go back to the device of the
-inputs. Nothing else changes: parameter names, ties, state dict and the model's code stay.
+A dispatched model is the same object with its parameters and buffers on the devices of the
+placement, and with movers on its blocks, which bring a call's arguments to the block's device.
+Outputs go back to the device of the inputs. Nothing else changes: parameter names, ties, state dict
+and the model's code stay.
 
-Offloaded modules keep their weights in the host's memory, and stream them in when they are called.
+Offloaded modules keep their weights in the host's memory; each call streams them to the device.
 
 This module doesn't know how a placement is found, nor how weights are read.
 """
@@ -41,7 +42,7 @@ def dispatch(
     has_movers: bool = False,
     outputs_stay: bool = False,
 ) -> Model:
-    """Spread a model over the devices of a placement, in place of an earlier placement.
+    """Place a model on the devices of a placement, which replaces an earlier placement.
 
     Parameters
     ----------
@@ -50,18 +51,19 @@ def dispatch(
     empty : bool
         Allocate parameters without data (on the meta device), and don't fill them.
     offloaded : sequence of str
-        Modules, in the order in which they run, whose weights stay in the host's memory: they are
-        copied to the module's device, into a shared buffer, whenever the module is called.
+        Modules, in the order in which they run, whose weights stay in the host's memory: each call
+        of a module copies its weights into a shared buffer on the module's device.
     has_movers : bool
-        Give blocks movers on one device, too, for code that makes their arguments elsewhere; else
-        only the model's own arguments are moved there, unless weights are offloaded.
+        Put movers on blocks even if all are on one device and none is offloaded, for model code
+        that makes arguments of blocks elsewhere. Otherwise such a model has only its own arguments
+        moved to the device.
     outputs_stay : bool
         Leave outputs where they were made.
 
     Raises
     ------
     PlacementError, ModelError
-        Before anything has been moved.
+        If the model or placement is refused, before anything has been moved.
     """
     devices = devices_by_name(model, placement)
     hosts = on_host(model, devices, offloaded)
@@ -69,7 +71,7 @@ def dispatch(
         refuse_meta(model)
     undispatch(model)
     try_copies(devices.values())
-    if empty:  # weights of the host are never filled, and take no memory
+    if empty:  # offloaded weights are never filled, and stay on meta without memory
         move_tensors(model, {name: at for name, at in devices.items() if name not in hosts})
     else:
         move_tensors(model, {**devices, **hosts})
@@ -78,14 +80,14 @@ def dispatch(
     if has_movers and hasattr(model, _AUTO_COMPILE):
         # With a static cache `generate` would compile the model, and movers can't be compiled.
         model.__dict__[_AUTO_COMPILE] = _never
-    _adopt(model, placement, installed, stream(model, offloaded, devices))
+    _mark_as_placed(model, placement, installed, stream(model, offloaded, devices))
     return model
 
 
 def stream(
     model: nn.Module, offloaded: Sequence[str], devices: Mapping[str, torch.device]
 ) -> list[Streamer]:
-    """Stream the weights of some modules to their devices whenever they are called."""
+    """Make the modules of `offloaded` stream their weights to their devices at each call."""
     by_device = streamed_modules(model, offloaded, devices)
     streamers = [Streamer(device, modules) for device, modules in by_device.items()]
     for streamer in streamers:
@@ -108,14 +110,14 @@ def undispatch(model: nn.Module) -> None:
 
 
 def without_data(model: nn.Module) -> nn.Module:
-    """Copy a model without dispatch and without the data of parameters; buffers keep theirs."""
+    """Copy a model without dispatch, with its parameters on meta; buffers keep their data."""
     memo: dict[int, Any] = {
         id(buffer): buffer.cpu()
         for buffer in model.buffers()
         if buffer.device.type not in ("cpu", "meta")
     }
     memo |= {
-        id(parameter): nn.Parameter(_bare(parameter), requires_grad=parameter.requires_grad)
+        id(parameter): nn.Parameter(_on_meta(parameter), requires_grad=parameter.requires_grad)
         for parameter in model.parameters()
     }
     with torch.no_grad():
@@ -124,15 +126,16 @@ def without_data(model: nn.Module) -> nn.Module:
     return copied
 
 
-def _bare(parameter: nn.Parameter) -> torch.Tensor:
+def _on_meta(parameter: nn.Parameter) -> torch.Tensor:
+    """Return a parameter's shape on the meta device; a quantized one stays quantized."""
     meta = torch.device("meta")
     if is_composed(parameter):
         return empty_weight(parameter, meta)
     return torch.empty_like(parameter, device=meta)
 
 
-class _State(NamedTuple):
-    """The parts of a dispatched model, for `undispatch` to remove."""
+class _DispatchState(NamedTuple):
+    """The additions to a dispatched model, for `undispatch` to remove."""
 
     installed: Installed
     marked: list[nn.Module]
@@ -140,12 +143,12 @@ class _State(NamedTuple):
 
 
 class _EncoderMark:
-    """Keeps transformers' `generate` from giving the encoder a hook of accelerate's."""
+    """Keeps transformers' `generate` from installing a hook of accelerate on the encoder."""
 
     io_same_device = False
 
 
-def _adopt(
+def _mark_as_placed(
     model: nn.Module,
     placement: Placement,
     installed: Installed,
@@ -153,8 +156,8 @@ def _adopt(
 ) -> None:
     """Mark the model as placed for transformers.
 
-    Its Trainer then leaves the model where it is, and a static cache is made layer by layer.
-    Devices are objects and not text: "cpu" as text means "offloaded" there.
+    Its Trainer then leaves the model where it is, and a static cache is allocated layer by layer.
+    Devices are `torch.device` objects: transformers reads the string "cpu" as "offloaded".
     """
     marked = []
     encoder = encoder_of(model)
@@ -164,7 +167,7 @@ def _adopt(
     model.__dict__["hf_device_map"] = {
         name: torch.device(device) for name, device in placement.entries
     }
-    model.__dict__[_STATE] = _State(installed, marked, streamers)
+    model.__dict__[_STATE] = _DispatchState(installed, marked, streamers)
 
 
 def _never(*args: object, **kwargs: object) -> bool:

@@ -1,4 +1,4 @@
-"""Choosing modules for movers, and calls to remember copies."""
+"""Chooses the modules that get movers, and the calls during which copies are remembered."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def install(
     on_blocks: bool = True,
     outputs_stay: bool = False,
 ) -> Installed:
-    """Put a mover on every block, and remember copies around every top-level call.
+    """Put a mover on every block, and remember copies during every top-level call.
 
-    Without `on_blocks` only the arguments of the model are moved, and those of its encoder, which
-    `generate` calls by itself.
+    Without `on_blocks` only the arguments of the model itself are moved, and those of its encoder,
+    which `generate` calls directly.
     """
     start = next(iter(devices.values()), None)
     if on_blocks or start is None:
@@ -43,7 +43,7 @@ def install(
 def moving_modules(
     model: nn.Module, placement: Placement, devices: Mapping[str, torch.device]
 ) -> dict[nn.Module, torch.device]:
-    """Return the modules that arguments are moved to when they are called, with their devices."""
+    """Return the modules whose arguments must be moved at each call, with the device of each."""
     blocks = dict(_containers(model, placement, devices))
     for name, module in _entry_modules(model, placement):
         for block, device in _entrances(module, name, devices):
@@ -59,10 +59,10 @@ def install_on(
     first: torch.device | None = None,
     inputs_to: torch.device | None = None,
 ) -> Installed:
-    """Put movers on these modules alone, and remember copies around them.
+    """Put movers on the given modules alone, and remember copies during top-level calls.
 
-    The model reports `first` as its device, where it is given; its own arguments are brought to
-    `inputs_to`, where it is given.
+    If given, `first` is the device that the model reports as its own, and `inputs_to` the device to
+    which the model's own arguments are brought.
     """
     frames = Frames()
     parents = _parents(model, blocks)
@@ -80,15 +80,15 @@ def install_on(
 
 
 class Installed:
-    """The movers on a model's blocks."""
+    """The movers that were put on a model's blocks."""
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         self._blocks = blocks
 
     def remove(self, model: nn.Module) -> None:
-        """Undo the installation."""
+        """Remove the movers, and restore the classes of all modules."""
         del model.__dict__[ROOT]
-        # Other modules may have replaced blocks, which are in the model no more.
+        # Blocks that were replaced since are no longer among the model's modules.
         for module in {*self._blocks, *model.modules()}:
             for name in (MOVER, FRAMES):
                 module.__dict__.pop(name, None)
@@ -98,10 +98,10 @@ class Installed:
 def _containers(
     model: nn.Module, placement: Placement, devices: Mapping[str, torch.device]
 ) -> Iterator[tuple[nn.Module, torch.device]]:
-    """Yield callable modules around entries, with the device of their first part.
+    """Yield callable modules that contain placement entries, with the device of their first part.
 
-    Their own code may combine an argument with outputs of that part (a residual around a layer
-    whose parts are entries). The model itself leaves its arguments where they are.
+    A container's own code may combine an argument with outputs of its first part (a residual around
+    a layer whose parts are entries). The model itself isn't a container: its arguments stay.
     """
     containers = {owner for entry, _ in placement.entries for owner in containing(entry)}
     starts: dict[str, torch.device] = {}
@@ -114,11 +114,12 @@ def _containers(
 
 
 def _entry_modules(model: nn.Module, placement: Placement) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of the placement's entries, and the input and output embeddings."""
     modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     for name, _ in placement.entries:
-        if name in modules:  # otherwise the entry is a single parameter, which is never called
+        if name in modules:  # else the entry is a parameter, which isn't called
             yield name, modules[name]
-    # A model calls these two by themselves, even where an entry names what contains them.
+    # A model may call its embeddings directly, even if an entry is a module around them.
     for getter in ("get_input_embeddings", "get_output_embeddings"):
         embedding = None
         with suppress(AttributeError, NotImplementedError):
@@ -132,7 +133,7 @@ def _entrances(
     """Yield the largest callable modules below `module` with a single device."""
     # With layers.0 on one device and layers.1 on another, the entry "model" has the entrances
     # model.embed_tokens, model.layers.0 and model.layers.1: neither the model nor its list of
-    # layers has a single device. An entrance moves what comes from outside; nothing below it does.
+    # layers has a single device. An entrance moves arguments; modules below it need not.
     prefix = f"{name}." if name else ""
     entrances = {devices[prefix + tensor] for tensor, _ in tensor_names(module)}
     if not entrances:
@@ -147,9 +148,9 @@ def _entrances(
 def streamed_modules(
     model: nn.Module, entries: Sequence[str], devices: Mapping[str, torch.device]
 ) -> dict[torch.device, list[nn.Module]]:
-    """Group the modules below some entries whose weights come and go together, by device.
+    """Return by device the modules whose weights are streamed as a unit, for offloaded entries.
 
-    They are in the order of the entries, which is that of execution.
+    The modules of a device are in the order of the entries, in which they run.
     """
     modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     by_device: dict[torch.device, list[nn.Module]] = {}
@@ -160,14 +161,14 @@ def streamed_modules(
 
 
 def is_callable(module: nn.Module) -> bool:
-    """Return True if a module can be called itself; a list of modules can't."""
-    # A compiled module has its `forward` as an attribute of its own.
+    """Return True if a module has a `forward`, which a list of modules hasn't."""
+    # A compiled module has `forward` as an attribute of the instance.
     forward = getattr_static(type(module), "forward", nn.Module.forward)
     return forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _parents(model: nn.Module, blocks: Mapping[nn.Module, torch.device]) -> list[nn.Module]:
-    """List the callable modules around blocks: calling any of them alone is a top-level call."""
+    """List the callable modules around blocks; a call of one outside the model is top-level."""
     return [
         module
         for module in model.modules()
@@ -178,7 +179,7 @@ def _parents(model: nn.Module, blocks: Mapping[nn.Module, torch.device]) -> list
 
 
 def encoder_of(model: nn.Module) -> nn.Module | None:
-    """Return the encoder of a transformers model that has an encoder beside its decoder."""
+    """Return the encoder of an encoder-decoder model of transformers; None for other models."""
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return None
     get_encoder = getattr(model, "get_encoder", None)

@@ -1,17 +1,17 @@
-"""Movers: they bring a block's arguments to its device when the block is called.
+"""Movers: bring a block's arguments to the block's device when the block is called.
 
 A copy is remembered for one top-level call, so that a mask which forty layers read is copied once
-per stage. It is used again only for the same tensor object at the same version, and dropped as soon
-as its source dies, so hidden states never live longer than on one device. Tensors without a version
-(inference mode) are copied each time.
+per stage. The copy is reused only for the same tensor object at the same version, and dropped as
+soon as its source dies, so that hidden states don't live longer than on a single device. Tensors
+without a version (inference mode) are copied each time.
 
-Outside a top-level call (a checkpointed region that backward computes again, in a thread of
-autograd's) arguments are moved, and nothing is remembered.
+Outside a top-level call (in a checkpointed region that backward recomputes in one of autograd's
+threads) arguments are moved, but no copy is remembered.
 
 The model's own outputs are moved, too: back to the device of its inputs.
 
-A mover doesn't see a block that writes into its arguments for its caller to read: such a write
-stays on the block's own copy.
+Limit: if a block writes into an argument for its caller to read, and the argument was moved, the
+write goes to the block's copy, and the caller doesn't see it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .arguments import NO_TENSORS, caches_in, mapped, mapped_call, must_move, te
 from .copies import carry
 
 
-# A frame is pushed for each call of the model itself, and for a call of a part of it (its body, its
-# encoder) that nobody inside the model makes. Copies live in the innermost frame:
+# A frame is pushed for each call of the model itself, and for each call of a part (its body, its
+# encoder) from outside the model. Copies are kept in the innermost frame:
 #
 #     model(ids)            push F1
 #       body(...)           F1 stays: the body is called within the model
@@ -38,18 +38,21 @@ from .copies import carry
 #       head(...)           finds the copies of F1, too
 #                           pop F1: all copies are dropped
 class Frames(threading.local):
-    """The top-level calls in progress, innermost last; each thread has its own."""
+    """The top-level calls in progress, innermost last; each thread has its own.
+
+    `caller` is the device of the inputs during `generate`, else None.
+    """
 
     def __init__(self) -> None:
         self.stack: list[Frame] = []
         self.caller: torch.device | None = None
 
     def run(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run the call of a part; outside the model's own call it is a top-level call."""
+        """Run the call of a part of the model: a top-level call, unless inside another one."""
         return call(*args, **kwargs) if self.stack else self.run_top(call, *args, **kwargs)
 
     def run_top(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a top-level call, whose copies are forgotten at its end, on errors too."""
+        """Run a top-level call in a frame of its own; drop its copies at the end, on errors too."""
         self.stack.append(Frame())
         try:
             return call(*args, **kwargs)
@@ -68,7 +71,10 @@ class _Copied(NamedTuple):
     copy: Tensor
 
     def stands_for(self, tensor: Tensor, *, has_grad: bool) -> bool:
-        """Return True if the tensor is the copied one, and hasn't changed since."""
+        """Return True if the copy may be used for a tensor, the source at the same version.
+
+        With `has_grad` the copy must also require gradients as the tensor does.
+        """
         if self.source() is not tensor or self.version != tensor._version:
             return False
         return not has_grad or self.copy.requires_grad == tensor.requires_grad
@@ -78,7 +84,7 @@ class Frame:
     """The copies of a top-level call, by device and mode, then by identity of the source.
 
     A copy made without recording gradients (in a checkpointed region, say) must not be used where
-    they are needed, so each of the two modes has its own copies.
+    gradients are recorded, so each of the two modes has its own copies.
     """
 
     __slots__ = ("_copies", "_current", "stage")
@@ -86,7 +92,7 @@ class Frame:
     def __init__(self) -> None:
         self.stage: torch.device | None = None
         self._copies: dict[tuple[str, bool], dict[int, _Copied]] = {}
-        # By kind of device: the index that was the caller's current device.
+        # By type of device: the index of the caller's current device, to restore.
         self._current: dict[str, int] = {}
 
     # An entry must never keep its source alive, nor outlive it: another tensor may get the id of a
@@ -103,7 +109,7 @@ class Frame:
         if known is not None and known.stands_for(tensor, has_grad=key[1]):
             return known.copy
         copy = carry(tensor, device)
-        # A tensor of inference mode has no version: a change in place would go unnoticed.
+        # A tensor made in inference mode has no version: changes in place would go unnoticed.
         if not tensor.is_inference():
             number = id(tensor)
             source = weakref.ref(tensor, lambda _: copies.pop(number, None))
@@ -111,9 +117,10 @@ class Frame:
         return copy
 
     def enter_stage(self, device: torch.device) -> None:
-        """Make the stage's device the current device of its kind."""
-        # PyTorch's operators set the device of their operands themselves. Model code that asks for
-        # `torch.cuda.current_device()`, and Triton, which launches kernels there, need it set.
+        """Make the stage's device the current device of its type."""
+        # PyTorch's operators set the device of their operands themselves. Triton, which launches
+        # kernels on the current device, and model code that calls `torch.cuda.current_device()`
+        # need the current device to be set.
         self.stage = device
         backend = _backend(device)
         if backend is not None:
@@ -123,7 +130,7 @@ class Frame:
 
     def close(self) -> None:
         """Forget the copies, and restore the caller's current devices."""
-        # Entries refer to the dict that holds them; without this they wait for the collector.
+        # Entries refer to the dict that holds them: without `clear` only the collector frees them.
         for copies in self._copies.values():
             copies.clear()
         for kind, index in self._current.items():
@@ -133,7 +140,7 @@ class Frame:
 
 
 def _backend(device: torch.device) -> Any:
-    """Return the module that sets the current device of this kind, or None."""
+    """Return torch's module to set the current device; None for the CPU, meta, or no index."""
     if device.index is None or device.type in ("cpu", "meta"):
         return None
     backend = torch.get_device_module(device.type)
@@ -141,7 +148,7 @@ def _backend(device: torch.device) -> Any:
 
 
 class Mover:
-    """Brings arguments to a device; `caches` of several blocks stay."""
+    """Brings a call's arguments to a device, except `caches`, arguments with parts per block."""
 
     __slots__ = ("_caches", "_device", "_frames", "_keys")
 
@@ -156,14 +163,17 @@ class Mover:
     def bring(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with every tensor in them on the device."""
+        """Return a call's arguments with their tensors on the device.
+
+        Inside a top-level call the device also becomes the current one.
+        """
         device = self._device
         stack = self._frames.stack
         if stack and stack[-1].stage is not device:
             stack[-1].enter_stage(device)
-        if _are_at(args, device) and _are_at(kwargs.values(), device):
+        if _are_on(args, device) and _are_on(kwargs.values(), device):
             return args, kwargs
-        # A copy made in inference mode can't be used outside, so there nothing is remembered.
+        # In inference mode no copy is remembered, since it couldn't be used outside of the mode.
         frame = stack[-1] if stack and not torch.is_inference_mode_enabled() else None
         key = self._keys[torch.is_grad_enabled()]
 
@@ -177,7 +187,7 @@ class Mover:
         return mapped_call(args, kwargs, move, self._caches)
 
 
-def _are_at(values: Any, device: torch.device) -> bool:
+def _are_on(values: Any, device: torch.device) -> bool:
     """Return True if no tensor among the values, at any depth, is on another device."""
     for value in values:
         # The commonest types first: this runs for every block and token.
@@ -187,27 +197,27 @@ def _are_at(values: Any, device: torch.device) -> bool:
             if value.device != device:
                 return False
         elif isinstance(value, (tuple, list)):
-            if not _are_at(value, device):
+            if not _are_on(value, device):
                 return False
-        elif isinstance(value, (dict, UserDict)) and not _are_at(value.values(), device):
+        elif isinstance(value, (dict, UserDict)) and not _are_on(value.values(), device):
             return False
     return True
 
 
 class Root:
-    """Runs the calls of the model itself, and brings its outputs back unless they are to stay.
+    """Runs the calls of the model itself, and brings outputs back unless `outputs_stay`.
 
-    They go to the device of the first tensor among the arguments, as accelerate brings them there.
-    Caches stay, and tensors of the caller come back as they are.
+    Outputs go to the device of the first tensor among the arguments, as with accelerate. Caches
+    stay on their devices, and input tensors among the outputs are returned as the same objects.
 
     Parameters
     ----------
     frames : Frames
     outputs_stay : bool
     device : torch.device, optional
-        Of the first block, where it is known.
+        The device of the first block, if known.
     mover : Mover, optional
-        Brings the model's own arguments, where its blocks have no movers.
+        Brings the model's own arguments, if its blocks have no movers.
     """
 
     __slots__ = ("_first_device", "_frames", "_mover", "_outputs_stay")
@@ -227,13 +237,13 @@ class Root:
 
     @property
     def device(self) -> torch.device | None:
-        """The device of the inputs in `generate`; else the first block's, where it is known."""
+        """The device of the inputs during `generate`, else of the first block; None if unknown."""
         return self._frames.caller or self._first_device
 
     def generate(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call `generate` with a model that reports the device of its inputs as its own."""
+        """Call `generate`, during which the model reports the device of the inputs as its own."""
         caller = self._frames.caller
         self._frames.caller = None if self._outputs_stay else _device_of(args, kwargs)
         try:
@@ -242,7 +252,7 @@ class Root:
             self._frames.caller = caller
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model."""
+        """Call the model as a top-level call, and bring its outputs back."""
         if self._mover is not None and torch.compiler.is_compiling():
             return call(*args, **kwargs)  # `generate` compiles for inputs on the device
 
@@ -255,7 +265,7 @@ class Root:
         if device is None:
             return outputs
         inputs = tensors_in((*args, *kwargs.values()))
-        # Outputs live while they are brought back, so that no tensor gets the identity of another.
+        # All outputs stay alive meanwhile, so that no new tensor gets the id of another one.
         returned = {id(tensor): tensor for tensor in (*inputs, *tensors_in(caches_in(outputs)))}
 
         def bring_back(tensor: Tensor) -> Tensor:
@@ -267,9 +277,9 @@ class Root:
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
-    """Return the device of a call's first tensor; None where there is no tensor."""
+    """Return the device of a call's first tensor argument; None without a tensor."""
     values = (*args, *kwargs.values())
-    # An argument that is a tensor comes before those inside of others (an encoder's outputs).
+    # Tensors that are arguments themselves come before tensors inside others (encoder outputs).
     direct = [value for value in values if isinstance(value, Tensor)]
     inputs = direct or tensors_in(values)
     return inputs[0].device if inputs else None

@@ -1,4 +1,4 @@
-"""Parameters and buffers are moved where the placement says, each once, ties kept."""
+"""Moves parameters and buffers to the devices of a placement, each once, with ties kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SCALE = 0.02
 
 
 def tensor_names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield all parameters and buffers, persistent or not, under each of their names."""
+    """Yield all parameters and buffers, persistent or not, a tied one under each of its names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
@@ -27,7 +27,7 @@ def tensor_names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def empty_modules(model: nn.Module) -> Iterator[str]:
     """Yield the name of every module that holds no parameter or buffer, each under all its names.
 
-    Maps that transformers and accelerate write give devices to dropout and activations, too.
+    Device maps written by transformers and accelerate name dropout and activations, too.
     """
     for name, module in model.named_modules(remove_duplicate=False):
         if name and next(tensor_names(module), None) is None:
@@ -40,22 +40,22 @@ def parameter_bytes(model: nn.Module) -> int:
 
 
 def invent_values(model: nn.Module) -> None:
-    """Give unread weights some values, for code that reads results."""
+    """Fill weights with random values, so that model code can read computed results."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             fill(parameter.data)
 
 
 def fill(data: Tensor) -> Tensor:
-    """Fill a tensor with values as small as weights are."""
+    """Fill a tensor with random values in the range of weights, or with zeros for integers."""
     return data.normal_(std=_SCALE) if data.is_floating_point() else data.zero_()
 
 
 def place(model: nn.Module, placement: Placement) -> None:
     """Move parameters and buffers to their devices, each once; ties are kept.
 
-    Tensors of the meta device are allocated on their device and not filled. A parameter stays the
-    same object where PyTorch allows it; between kinds of devices it becomes a new object, as in
+    Tensors on the meta device are allocated on their new device, and not filled. A parameter stays
+    the same object where PyTorch allows; between types of devices it may become a new object, as in
     `nn.Module.to`.
     """
     move_tensors(model, devices_by_name(model, placement))
@@ -66,11 +66,11 @@ def devices_by_name(model: nn.Module, placement: Placement) -> dict[str, torch.d
     tensors = {name: table[key] for name, (table, key) in _slots(model).items()}
     placement.check(tensors)
     # Memory is taken in the order of the placement, so that addresses are those of the forecast.
-    # The entries ("model.layers.1", "vgpu:1"), ("", "vgpu:0") have the ranks 0 and 1; the longest
-    # entry that covers a name decides: tensors of layers.1 come first, all others after them.
+    # The entries ("model.layers.1", "vgpu:1"), ("", "vgpu:0") have the ranks 0 and 1, and a tensor
+    # belongs to the longest entry that covers its name: those of layers.1 come first, then others.
     ranks = {entry: rank for rank, (entry, _) in enumerate(placement.entries)}
     by_rank = [torch.device(text) for _, text in placement.entries]
-    # One object for each device, so that it can be compared by identity.
+    # One object for each device, so that movers can compare devices by identity.
     interned = {device: device for device in by_rank}
     rank_of = {name: ranks[longest_prefix(name, ranks) or ""] for name in tensors}
     ordered = sorted(tensors, key=rank_of.__getitem__)
@@ -80,6 +80,7 @@ def devices_by_name(model: nn.Module, placement: Placement) -> dict[str, torch.d
 
 
 def _refuse_split(tensors: Mapping[str, Tensor], devices: Mapping[str, torch.device]) -> None:
+    """Raise PlacementError if the names of a tied tensor have different devices."""
     names_of: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         names_of.setdefault(id(tensor), []).append(name)
@@ -94,7 +95,7 @@ def _refuse_split(tensors: Mapping[str, Tensor], devices: Mapping[str, torch.dev
 
 
 def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
-    """Find each parameter and buffer by name: a module's table and its key there."""
+    """Return for each parameter and buffer, by name, its module's dictionary and its key there."""
     slots: dict[str, tuple[dict[str, Any], str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -106,7 +107,7 @@ def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
 
 
 def refuse_meta(model: nn.Module) -> None:
-    """Refuse a model with parameters or buffers on the meta device."""
+    """Raise ModelError for a model with parameters or buffers on the meta device."""
     names = [name for name, tensor in tensor_names(model) if tensor.is_meta]
     if names:
         some = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
@@ -119,8 +120,11 @@ def refuse_meta(model: nn.Module) -> None:
 def on_host(
     model: nn.Module, devices: Mapping[str, torch.device], offloaded: Sequence[str]
 ) -> dict[str, torch.device]:
-    """Return the host's processor for each tensor of the offloaded modules, by name."""
-    hosts = {name: torch.device("cpu") for name in devices if _covered(name, offloaded)}
+    """Return the CPU as device of each tensor of the offloaded modules, by name.
+
+    Raise PlacementError if other modules share these tensors.
+    """
+    hosts = {name: torch.device("cpu") for name in devices if _is_inside(name, offloaded)}
     tensors = list(tensor_names(model))
     ids = {id(tensor) for name, tensor in tensors if name in hosts}
     shared = [name for name, tensor in tensors if id(tensor) in ids and name not in hosts]
@@ -133,15 +137,16 @@ def on_host(
     return hosts
 
 
-def _covered(name: str, modules: Sequence[str]) -> bool:
+def _is_inside(name: str, modules: Sequence[str]) -> bool:
+    """Return True if a tensor's name is inside one of the modules; "" is the whole model."""
     return any(not module or name.startswith(f"{module}.") for module in modules)
 
 
 def move_tensors(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
-    """Put every parameter and buffer on the device of its name, in the order of the names."""
+    """Move the parameters and buffers of these names to their devices, in the order of names."""
     slots = _slots(model)
-    # An id stands for one tensor here: only tensors of the model as it was are looked up, and each
-    # of them lives until its last slot is filled anew. So no slot may come twice.
+    # Tensors are identified by id. That is safe, since only the model's original tensors are looked
+    # up, each of which lives until its last slot is refilled; so no slot may be visited twice.
     placed: dict[int, Tensor] = {}
     done: set[tuple[int, str]] = set()
     for name, device in devices.items():
@@ -156,33 +161,34 @@ def move_tensors(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
 
 
 class TensorSnapshot:
-    """The parameters and buffers of a model as objects, for when loading fails."""
+    """The parameter and buffer objects of a model, to be restored later."""
 
     def __init__(self, model: nn.Module) -> None:
         self._originals = [(table, key, table[key]) for table, key in _slots(model).values()]
 
     def restore(self) -> None:
-        """Make the model hold these objects again."""
+        """Put the same objects back into the model."""
         for table, key, tensor in self._originals:
             table[key] = tensor
 
 
 def as_parameter(data: Tensor, like: Tensor, *, requires_grad: bool) -> nn.Parameter:
-    """Make data a parameter with the marks of another one."""
+    """Make a parameter of data, with the extra attributes of the parameter `like`."""
     parameter = nn.Parameter(data, requires_grad=requires_grad)
     for mark, value in like.__dict__.items():
-        parameter.__dict__.setdefault(mark, value)  # what is there already belongs to the data
+        parameter.__dict__.setdefault(mark, value)  # existing attributes belong to the data
     return parameter
 
 
 def _place_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+    """Move a tensor with its gradient; a parameter stays the same object if PyTorch allows."""
     if tensor.device == device:
         return tensor
     data = _data_on(tensor, device).detach()
     if not isinstance(tensor, nn.Parameter):
         return data
     grad = None if tensor.grad is None else carry(tensor.grad, device)
-    # Only plain tensors can exchange their contents; a subclass keeps its own in Python.
+    # Only plain tensors can take over data in place; a subclass keeps its data in Python.
     if type(tensor.data) is type(data) is Tensor and torch._has_compatible_shallow_copy_type(
         tensor.data, data
     ):
@@ -196,6 +202,7 @@ def _place_tensor(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _data_on(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor's data to a device; a meta tensor becomes unfilled memory there."""
     if is_composed(tensor):
         return empty_weight(tensor, device) if tensor.is_meta else move_weight(tensor, device)
     tensor = tensor.detach()

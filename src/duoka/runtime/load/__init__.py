@@ -1,10 +1,10 @@
 """Load: tensors go from the files straight to their devices, each once.
 
-- `load`: a checkpoint into a placed model; the loaded tensors must be the expected ones
-- `sources`, `pickles`: the tensors of files; a pickle with anything else is refused
-- `read_ahead`, `fill`: files read in stretches, copied or quantized into the model
-- `quantized`: checkpoints that were published quantized, loaded by transformers
-- `adapter`: LoRA adapters in peft's files
+- `load`: fills a placed model from a checkpoint; the tensors of both must match
+- `sources`, `pickles`: the tensors in files; a pickle with other objects is refused
+- `read_ahead`, `fill`: read files in stretches, and copy or quantize these into the model
+- `quantized`: loads checkpoints published quantized, by transformers
+- `adapter`: reads LoRA adapters from peft's files
 """
 
 from .fill import Progress

@@ -1,7 +1,7 @@
-"""Adapters in files, as peft writes them: read as if an attacker wrote them.
+"""Reads adapters from files in peft's format, without trust in their content.
 
-The tensors tell the modules and ranks of an adapter; only scaling is read from its configuration.
-Anything but plain LoRA is refused.
+An adapter's modules and ranks are found from its tensors; its configuration must agree, and gives
+the scaling. All but plain LoRA is refused.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _TENSOR = re.compile(
     re.ASCII,
 )
 _MODULE = re.compile(r"\^?[\w.]+", re.ASCII)
-# Settings that change the arithmetic or the base, with their values that change nothing.
+# Settings that may change the arithmetic or the base model, with their harmless values.
 _PLAIN: dict[str, tuple[object, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
+# Settings of adapters other than plain LoRA, all unset in plain LoRA.
 _OTHER_KINDS = (
     *("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters"),
     *("lora_bias", "alora_invocation_tokens", "layer_replication"),
@@ -42,12 +43,12 @@ _OTHER_KINDS = (
 
 
 def read_adapter(directory: Path) -> LoraAdapter:
-    """Read a LoRA adapter, in the names of its files.
+    """Read a LoRA adapter; its layers have the module names in the file.
 
     Raises
     ------
     CheckpointError
-        If there is none, it is damaged, or of another kind than LoRA.
+        If the directory has no adapter, or one that is damaged or other than plain LoRA.
     """
     path = next((directory / name for name in _FILES if (directory / name).is_file()), None)
     if path is None or not (directory / _CONFIG).is_file():
@@ -62,12 +63,12 @@ def read_adapter(directory: Path) -> LoraAdapter:
     for name, tensor in _read_tensors(path).items():
         match = _TENSOR.fullmatch(name)
         if match is None or tensor.ndim < 2 or not tensor.is_floating_point():
-            raise _of_another_kind(directory, f"it contains {name[:80]!r}")
+            raise _other_adapter_error(directory, f"it contains {name[:80]!r}")
         parts.setdefault(match["module"], {})[match["side"]] = tensor
         if match["embedding"]:
             embeddings.add(match["module"])
     layers = {
-        name: _layer(path, name, sides, config, is_embedding=name in embeddings)
+        name: _make_layer(path, name, sides, config, is_embedding=name in embeddings)
         for name, sides in parts.items()
     }
     if not layers:
@@ -77,6 +78,7 @@ def read_adapter(directory: Path) -> LoraAdapter:
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of a safetensors file or a pickle, by name."""
     if path.suffix == ".bin":
         return load_pickle(path, map_location="cpu")
     read_header(path)
@@ -85,23 +87,25 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _refuse_other_kinds(directory: Path, config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if the configuration is of an adapter other than plain LoRA."""
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise _of_another_kind(directory, f"peft_type is {str(kind)[:40]!r}")
+        raise _other_adapter_error(directory, f"peft_type is {str(kind)[:40]!r}")
     strange = [key for key in _OTHER_KINDS if config.get(key)]
     strange += [key for key, plain in _PLAIN.items() if config.get(key, plain[0]) not in plain]
     if strange:
-        raise _of_another_kind(directory, f"{strange[0]} is {str(config[strange[0]])[:40]!r}")
+        raise _other_adapter_error(directory, f"{strange[0]} is {str(config[strange[0]])[:40]!r}")
 
 
-def _of_another_kind(directory: Path, fact: str) -> CheckpointError:
+def _other_adapter_error(directory: Path, fact: str) -> CheckpointError:
+    """Return the error for an adapter other than plain LoRA, as shown by a fact."""
     return CheckpointError(
         f"{directory} has an adapter other than plain LoRA: {fact}",
         hint="merge it into its model with the tool that created it, and use that model",
     )
 
 
-def _layer(
+def _make_layer(
     path: Path,
     name: str,
     sides: Mapping[str, Tensor],
@@ -109,28 +113,28 @@ def _layer(
     *,
     is_embedding: bool,
 ) -> LowRank:
-    """Make a module's part of an adapter."""
+    """Make the low-rank layer of one module from lora_A and lora_B; check their rank."""
     if len(sides) < 2:
         raise CheckpointError(f"{path} has only one of lora_A and lora_B for {name}", hint=_UNLIKE)
     down, up = sides["A"], sides["B"]
-    rank = _setting(path, config, "r", "rank_pattern", name)
+    rank = _get_setting(path, config, "r", "rank_pattern", name)
     if not len(down) == up.shape[1] == rank:
         raise CheckpointError(
             f"{path} has lora_A {list(down.shape)} and lora_B {list(up.shape)} for {name}, and its "
             f"rank is {rank:g}",
             hint=_UNLIKE,
         )
-    alpha = _setting(path, config, "lora_alpha", "alpha_pattern", name)
+    alpha = _get_setting(path, config, "lora_alpha", "alpha_pattern", name)
     scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return LowRank(down=down, up=up, scaling=scaling, is_embedding=is_embedding)
 
 
-def _setting(path: Path, config: Mapping[str, Any], key: str, pattern: str, name: str) -> float:
-    """Return a number of the configuration for a module."""
+def _get_setting(path: Path, config: Mapping[str, Any], key: str, pattern: str, name: str) -> float:
+    """Return the setting `key` for a module; the first matching entry of `pattern` overrides."""
     value: Any = config.get(key)
     patterns = config.get(pattern) or {}
     for end in patterns if isinstance(patterns, dict) else ():
-        # As peft takes them these are regular expressions, and one can be made to run for ever.
+        # peft reads entries as regular expressions, which an attacker can make run for ever.
         if not _MODULE.fullmatch(end):
             raise CheckpointError(f"{pattern} of {path.parent / _CONFIG} has {end[:80]!r} in it")
         if name == end.removeprefix("^") or name.endswith(f".{end}"):

@@ -1,9 +1,9 @@
-"""Filling: boxes that are read from the files are copied into the model's tensors.
+"""Filling: boxes (slices of tensors) read from the files are copied into the model's tensors.
 
-A tensor that the model has in another layout, a stack of experts for one, is never made on the
-host: each box of it goes straight into its place. A weight in fewer bits is quantized there, a few
-rows at a time; where a box isn't made of whole rows, or its rows don't lie as the layout takes
-them, the weight is gathered on the host first.
+A tensor that the model has in another layout, such as a stack of experts, is never assembled on the
+host: each box is copied straight into its place. A weight in fewer bits is quantized on its device,
+some rows at a time; if a box has no whole rows, or rows at which the quantized layout can't be
+split, the weight is gathered on the host first.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from .read_ahead import STRETCH_BYTES, Wait, read_ahead, stretches
 from .sources import Reader, Source
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes done so far, and the bytes in all."""
+"""Called with the number of bytes done so far and the total."""
 
-# A copy that changes type or layout passes through a buffer of the tensor's size, on the host or
-# on the device; so such copies are made in pieces of this size, which CUDA's allocator takes from
-# small blocks: there may be no room for a large one beside the weights.
+# A copy that changes dtype or layout passes through a buffer of the tensor's size, on the host or
+# on the device. So such copies are made in chunks of this size, for which CUDA's allocator uses
+# small segments: there may be no free memory for a large buffer beside the weights.
 _CHUNK_BYTES = 2**20
 
 
 class Filler:
     """Copies the sources of a recipe into a model's tensors, each on its device.
 
-    `filled` counts the elements that were copied into each target.
+    `filled` has the number of elements that were copied into each target, by name.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Filler:
         self._done_bytes = self._total_bytes = 0
 
     def fill(self, recipe: Recipe) -> None:
-        """Read each source once, file by file, and copy its pieces into their places."""
+        """Read each source once, file by file, and copy its pieces into their targets."""
         pieces_of: dict[str, list[TensorCopy]] = {}
         for piece in recipe.pieces:
             pieces_of.setdefault(piece.source, []).append(piece)
@@ -77,22 +77,24 @@ class Filler:
     def _fill_ahead(
         self, sources: Sequence[Source], pieces_of: Mapping[str, Sequence[TensorCopy]]
     ) -> None:
+        """Fill from sources with an offset in their file, read ahead in stretches."""
         gpus = {target.device for target in self._targets.values() if can_pin(target.device)}
         order = stretches(sources, STRETCH_BYTES)
         with closing(read_ahead(order, pinned=bool(gpus))) as buffers:
             for stretch, buffer in zip(order, buffers, strict=True):
                 self._put_pieces(pieces_of[stretch.source.name], stretch.box, buffer.tensor())
-                # The copies out of pinned memory have only been issued. Events mark their end; the
-                # thread that fills this buffer next waits for them, while the next stretch is
-                # copied here.
+                # The copies out of pinned memory are only issued here. Events mark their end: the
+                # thread that fills this buffer next waits for the events, while this thread copies
+                # the next stretch.
                 buffer.wait = _copies_done(gpus)
                 self._report(stretch.num_bytes)
 
-    # A stretch and a piece are boxes of the same source. Their intersection, taken from the stretch
-    # at its own origin, goes to the matching part of the piece's target: rows 40 to 80 of an expert
-    # in a stretch of rows 60 to 100 are rows 60 to 80 there, which are rows 0 to 20 of the stretch.
+    # A stretch and a piece are boxes of the same source. Their intersection is sliced from the
+    # stretch, relative to its start, and copied to the matching part of the piece's target: a piece
+    # of rows 40 to 80 and a stretch of rows 60 to 100 share rows 60 to 80, which are rows 0 to 20
+    # of the stretch.
     def _put_pieces(self, pieces: Iterable[TensorCopy], box: Box, tensor: Tensor) -> None:
-        """Copy a box of a source into its place in each of the source's pieces."""
+        """Copy a box of a source into the targets of all pieces that overlap the box."""
         for piece in pieces:
             part = piece.restrict(box)
             if part is not None:
@@ -103,13 +105,13 @@ class Filler:
                 self._put(part.target, part.target_box, part.orient(tensor[slices]))
 
     def _in_file_order(self, names: Iterable[str]) -> list[Source]:
-        """Sort sources by file, and within a file as it lists its tensors."""
+        """Return sources sorted by file, and within a file in the order of its list of tensors."""
         places = {name: place for place, name in enumerate(self._sources)}
         ordered = sorted(names, key=lambda name: (self._sources[name].file, places[name]))
         return [self._sources[name] for name in ordered]
 
     def _put(self, name: str, box: Box, source: Tensor) -> None:
-        """Copy a box into its place, or quantize it on the way there."""
+        """Copy a tensor into a box of a target, or quantize the tensor into a quantized target."""
         target = self._targets[name]
         extents = [stop - start for start, stop in box]
         if extents != list(source.shape):
@@ -121,13 +123,14 @@ class Filler:
         self.filled[name] = self.filled.get(name, 0) + source.numel()
 
     def _report(self, num_bytes: int) -> None:
+        """Add bytes to the progress, and report it."""
         self._done_bytes += num_bytes
         if self._progress is not None:
             self._progress(self._done_bytes, self._total_bytes)
 
 
 def _copies_done(gpus: Iterable[torch.device]) -> Wait | None:
-    """Return a function that waits for the copies issued so far; None without a GPU."""
+    """Return a function that waits for the copies issued so far; None without GPUs."""
     events: list[Any] = []
     for device in gpus:
         backend: Any = torch.get_device_module(device)
@@ -141,11 +144,11 @@ def _copies_done(gpus: Iterable[torch.device]) -> Wait | None:
 
 
 def copy_in_chunks(target: Tensor, source: Tensor) -> None:
-    """Copy a tensor into another of its shape with little memory on the way.
+    """Copy a tensor into another of the same shape with small temporary buffers.
 
-    Out of pinned memory the copy may go on after this returns.
+    A copy out of pinned memory may go on after this function returns.
     """
-    # A tensor [8, 4 MiB] that changes its type is split by rows until a piece has at most 1 MiB:
+    # A tensor with 8 rows of 4 MiB that changes its dtype is split until a part has at most 1 MiB:
     # first into its 8 rows, then each row into 4 parts.
     size = target.numel() * max(target.element_size(), source.element_size())
     is_plain = source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous()
@@ -160,15 +163,15 @@ def copy_in_chunks(target: Tensor, source: Tensor) -> None:
 
 
 class Quantizer:
-    """Fills quantized weights from boxes of the originals, in any order."""
+    """Fills quantized weights from boxes of unquantized ones, in any order."""
 
     def __init__(self) -> None:
-        # By name: weights of which only some boxes have come, and how many elements are missing.
+        # By name: incomplete weights on the host, and the number of their missing elements.
         self._gathered: dict[str, Tensor] = {}
         self._missing: dict[str, int] = {}
 
     def put(self, name: str, target: Tensor, box: Box, source: Tensor) -> None:
-        """Quantize a box of a weight."""
+        """Quantize a box of a weight, at once if possible, else once the weight is complete."""
         (start, stop), columns = box
         if columns == (0, target.shape[1]) and takes_rows(target, start, stop):
             fill_rows(target, start, source)

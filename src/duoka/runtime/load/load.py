@@ -1,7 +1,7 @@
-"""Load a model's weights onto the devices of a placement, complete or not at all.
+"""Load a model's weights onto the devices of a placement, completely or not at all.
 
-The memory that a load took on the devices is released: all of it when the load fails, else the
-buffers of conversions.
+After a load the temporary memory of conversions is released on the devices; after a failed load all
+of its memory.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def load_weights(
 ) -> None:
     """Fill a model that was built without weights, each tensor on its device.
 
-    Memory is taken once for every parameter, in the order of the placement; then every tensor is
-    read once from its file and copied into its place. When anything fails, and when the user
-    interrupts, the model is as it was before and no memory on the devices is held.
+    Memory is allocated once for every parameter, in the order of the placement; then every tensor
+    is read once from its file and copied into its place. After a failure or an interrupt the model
+    is as it was before, and no memory on the devices stays allocated.
 
     Parameters
     ----------
@@ -54,10 +54,11 @@ def load_weights(
     checkpoint : Checkpoint
     placement : Placement
     progress : callable, optional
+        See `Progress`.
     offloaded : sequence of str
         Modules whose weights stay in the host's memory.
     only : torch.device, optional
-        Read and allocate the tensors on this device alone; the others stay on meta.
+        Read and allocate only the tensors on this device; the others stay on meta.
     """
     assert all(p.is_meta for p in model.parameters()), "a model is loaded once"
     devices = devices_by_name(model, placement)
@@ -65,28 +66,28 @@ def load_weights(
     if only is not None:
         devices = {name: at if at == only else _NOWHERE for name, at in devices.items()}
     generation = _generation_config(checkpoint)
-    sources, recipe = _matched(model, checkpoint)
+    sources, recipe = _match(model, checkpoint)
     with nothing_left(devices.values(), TensorSnapshot(model).restore):
-        _fill(model, devices, recipe, sources, progress)
+        _fill_model(model, devices, recipe, sources, progress)
     if generation is not None and hasattr(model, "generation_config"):
         model.__dict__["generation_config"] = generation
     model.eval()
 
 
 def refuse_differences(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint whose tensors aren't the model's, by their headers alone."""
-    _matched(model, checkpoint)
+    """Raise LoadError if a checkpoint's tensors don't match the model; only headers are read."""
+    _match(model, checkpoint)
 
 
-def _matched(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, Source], Recipe]:
-    """Match a checkpoint's tensors with the model's; refuse every difference, by name."""
+def _match(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, Source], Recipe]:
+    """Match a checkpoint's tensors with the model's; raise LoadError with all differences."""
     sources = list_sources(checkpoint)
     recipe = plan_tensors(model, {name: source.shape for name, source in sources.items()})
     tensors = dict(tensor_names(model))
     uncast = [
         f"{piece.target} ({tensors[piece.target].dtype} from {sources[piece.source].dtype})"
         for piece in recipe.pieces
-        if not _casts(sources[piece.source].dtype, tensors[piece.target].dtype)
+        if not _can_cast(sources[piece.source].dtype, tensors[piece.target].dtype)
     ]
     mismatched = [
         f"{name} ({list(stored)} in the file, {list(built)} in the model)"
@@ -107,26 +108,27 @@ def _matched(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, Source
 
 
 def list_faults(*kinds: tuple[Sequence[str], str], most_names: int | None = None) -> str:
-    """List names by kind of fault, with their number: "2 tensors are missing: a, b; 1 …"."""
+    """Format names by kind of fault, with their number: "2 tensors are missing: a, b; 1 …"."""
     return "; ".join(
         f"{len(names)} {text}: {', '.join(names[:most_names])}" for names, text in kinds if names
     )
 
 
 def _generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
+    """Return the checkpoint's generation settings; None if it has none."""
     if checkpoint.generation_config is None:
         return None
     try:
         return GenerationConfig.from_dict(checkpoint.generation_config)
-    except Exception as error:  # whatever it makes of values that it doesn't expect
+    except Exception as error:  # unexpected values may raise anything
         raise LoadError(
             f"{checkpoint.path / 'generation_config.json'} is not valid: {str(error)[:200]}",
             hint="download it again, or delete it",
         ) from error
 
 
-def _casts(source: torch.dtype, target: torch.dtype) -> bool:
-    """Return True if numbers mean the same in both types; quantized numbers need scales."""
+def _can_cast(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return True if a plain cast between two dtypes keeps the values; 8-bit floats need scales."""
     if source == target:
         return True
     if source.is_floating_point and target.is_floating_point:
@@ -136,13 +138,14 @@ def _casts(source: torch.dtype, target: torch.dtype) -> bool:
     )
 
 
-def _fill(
+def _fill_model(
     model: nn.Module,
     devices: Mapping[str, torch.device],
     recipe: Recipe,
     sources: Mapping[str, Source],
     progress: Progress | None,
 ) -> None:
+    """Allocate the model's tensors, fill them, and check that each is filled exactly once."""
     move_tensors(model, devices)
     recipe = recipe.limited({name for name, at in devices.items() if at != _NOWHERE})
     filler = Filler(dict(tensor_names(model)), sources, progress)
@@ -151,15 +154,15 @@ def _fill(
     initialize_derived(model, recipe)
     gaps = [
         f"{name} ({filler.filled.get(name, 0)} of {tensor.numel()} elements)"
-        for name, tensor in _expected(model, recipe).items()
+        for name, tensor in _tensors_to_fill(model, recipe).items()
         if filler.filled.get(name, 0) != tensor.numel()
     ]
     if gaps:
         raise LoadError(f"{len(gaps)} tensors were not filled exactly once: {', '.join(gaps)}")
 
 
-def _expected(model: nn.Module, recipe: Recipe) -> dict[str, Tensor]:
-    """Return the parameters and buffers that are to be filled, under their first names."""
+def _tensors_to_fill(model: nn.Module, recipe: Recipe) -> dict[str, Tensor]:
+    """Return the parameters and buffers that must be filled, under their first names."""
     filled, stated = recipe.targets, model.state_dict(keep_vars=True)
     buffers = {n: b for n, b in model.named_buffers() if n in stated and n in filled}
     tensors = {**dict(model.named_parameters()), **buffers}
@@ -170,7 +173,10 @@ def _expected(model: nn.Module, recipe: Recipe) -> dict[str, Tensor]:
 def nothing_left(
     devices: Collection[torch.device], undo: Callable[[], None] | None = None
 ) -> Iterator[None]:
-    """Hold no memory on the devices when the body fails or is interrupted."""
+    """Call `undo` and free the memory of the body if the body fails or is interrupted.
+
+    After success, only release unused memory that the devices' allocators have reserved.
+    """
     try:
         yield
     except BaseException as error:  # an interrupt must not leave half a model on the devices
@@ -188,14 +194,14 @@ def nothing_left(
 
 
 def _forget_locals(error: BaseException | None) -> None:
-    """Free the tensors in the frames of an error: a handler may keep the error long."""
+    """Free the tensors in the frames of an error, since a caller may keep the error for long."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
 
 
 def _empty_caches(devices: Collection[torch.device]) -> None:
-    """Release the memory of conversions."""
+    """Release the unused memory that the devices' allocators have reserved."""
     for kind in sorted({device.type for device in devices} - {"cpu", "meta"}):
         backend: Any = torch.get_device_module(kind)
         backend.empty_cache()

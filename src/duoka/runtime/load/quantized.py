@@ -1,7 +1,7 @@
-"""Loading checkpoints published quantized, by transformers and further packages.
+"""Loads checkpoints that were published quantized, by transformers and further packages.
 
-This module checks that the packages can do it here, that all of the model comes out of the files
-and stays packed, and that a failure leaves nothing behind.
+This module checks that the packages work on this machine, that all of the model is loaded from the
+files and stays quantized, and that a failure leaves no memory allocated.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .fill import Progress
 from .load import list_faults, nothing_left
 
 _ELSEWHERE = "export the plan to vLLM or SGLang"
-_MOST_NAMES = 5  # of each kind that an error tells
+_MOST_NAMES = 5  # of each kind of difference in an error
 
 
 def refuse_unloadable(config: Mapping[str, Any], placement: Placement) -> None:
-    """Refuse a quantized checkpoint beyond this machine or plan, before reading."""
+    """Raise LoadError if this machine or plan can't run a quantized checkpoint; read no weights."""
     method = method_of(config)
     if method is None:
         return
@@ -59,7 +59,7 @@ def refuse_unloadable(config: Mapping[str, Any], placement: Placement) -> None:
             {"quant_method": "bitsandbytes", **(stated(config) or {})}, pre_quantized=True
         )
         quantizer.validate_environment(device_map=dict(placement.entries), weights_only=True)
-    except Exception as error:  # of its settings, of the machine, and of versions
+    except Exception as error:  # about settings, the machine, or versions
         raise LoadError(
             f"transformers can't run this {method.name} checkpoint here: {str(error)[:300]}",
             hint=_ELSEWHERE,
@@ -69,6 +69,7 @@ def refuse_unloadable(config: Mapping[str, Any], placement: Placement) -> None:
 
 
 def _refuse_unpacking(method: Method, when: str) -> None:
+    """Raise LoadError for a checkpoint that transformers would dequantize."""
     raise LoadError(
         f"transformers unpacks {method.name} weights to 16 bit {when}, which needs more memory "
         "than planned",
@@ -86,17 +87,18 @@ def load_published(
 ) -> PreTrainedModel:
     """Load a checkpoint published quantized, each module onto its device.
 
-    When anything fails, and when the user interrupts, no memory on the devices is held.
+    After a failure or an interrupt no memory on the devices stays allocated.
     """
     devices = devices_by_name(model, placement)
-    with nothing_left(devices.values()), _reported(progress, checkpoint.weight_bytes or 0):
-        # In a call of its own, whose locals can be freed where it fails.
+    with nothing_left(devices.values()), _report_progress(progress, checkpoint.weight_bytes or 0):
+        # In a function of its own, whose locals can be freed if it fails.
         return _load(checkpoint, model, placement, dtype)
 
 
 def _load(
     checkpoint: Checkpoint, planned: nn.Module, placement: Placement, dtype: torch.dtype
 ) -> PreTrainedModel:
+    """Load by transformers, and compare the loaded model with the planned one."""
     method = method_of(checkpoint.config)
     assert method is not None, "load_weights is for the others"
     _, model_class = resolve(without_quantization(checkpoint.config))
@@ -106,7 +108,7 @@ def _load(
             dtype=dtype,
             device_map=dict(placement.entries),
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused here
+            ignore_mismatched_sizes=True,  # `_refuse_differences` refuses them
         )
     except (ImportError, OSError) as error:
         raise LoadError(
@@ -124,7 +126,7 @@ def _load(
 def _refuse_differences(
     method: Method, report: Mapping[str, Any], loaded: nn.Module, planned: nn.Module
 ) -> None:
-    """Compare the loaded with the planned model, and name every difference."""
+    """Raise LoadError with all differences between the loaded and the planned model."""
     faults = list_faults(
         (sorted(report["missing_keys"]), "tensors of the model weren't loaded"),
         (
@@ -132,7 +134,7 @@ def _refuse_differences(
             "tensors don't belong to the model",
         ),
         (sorted(name for name, *_ in report["mismatched_keys"]), "tensors have a different shape"),
-        (sorted(_unpacked(loaded, planned)), "weights were dequantized"),
+        (sorted(_dequantized_names(loaded, planned)), "weights were dequantized"),
         most_names=_MOST_NAMES,
     )
     if faults:
@@ -143,8 +145,8 @@ def _refuse_differences(
         )
 
 
-def _unpacked(loaded: nn.Module, planned: nn.Module) -> Iterator[str]:
-    """Yield weights as large as in the unquantized model."""
+def _dequantized_names(loaded: nn.Module, planned: nn.Module) -> Iterator[str]:
+    """Yield the names of planned quantized weights that were loaded unquantized."""
     parameters = dict(loaded.named_parameters())
     for name, parameter in planned.named_parameters():
         if is_composed(parameter) and name in parameters:
@@ -154,6 +156,7 @@ def _unpacked(loaded: nn.Module, planned: nn.Module) -> Iterator[str]:
 
 
 def _refuse_elsewhere(loaded: nn.Module, placement: Placement) -> None:
+    """Raise LoadError if a tensor isn't on its planned device."""
     away = [
         f"{name} on {tensor.device}"
         for name, tensor in (*loaded.named_parameters(), *loaded.named_buffers())
@@ -168,8 +171,8 @@ def _refuse_elsewhere(loaded: nn.Module, placement: Placement) -> None:
 
 
 @contextmanager
-def _reported(progress: Progress | None, total_bytes: int) -> Iterator[None]:
-    """Report how far transformers is in its list of tensors, in the place of its own bar."""
+def _report_progress(progress: Progress | None, total_bytes: int) -> Iterator[None]:
+    """Report the progress of transformers' loading inside the scope, in place of its own bar."""
 
     def count(factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
         items = list(kwargs.get("iterable", args[0] if args else ()))
@@ -186,7 +189,7 @@ def _reported(progress: Progress | None, total_bytes: int) -> Iterator[None]:
 
 
 def _remove_hooks(model: nn.Module) -> None:
-    """Remove accelerate's hooks from the modules: duoka moves tensors itself."""
+    """Remove accelerate's hooks, since duoka's own movers bring tensors to modules."""
     from accelerate.hooks import remove_hook_from_module
 
     remove_hook_from_module(model, recurse=True)

@@ -1,9 +1,9 @@
-"""Reading ahead: boxes of tensors, read by a few threads into a few buffers, given in order.
+"""Reading ahead: boxes of tensors are read by a few threads into a few buffers, in file order.
 
-Pages of a mapped file come one by one, as one thread touches them. Here the boxes are read in the
-order in which they lie on the disk, several at a time, while those read before are copied to their
-places. No more than the buffers is held, whatever the model's size. They are pinned where a GPU
-copies from them, so that a copy goes on while the next boxes are read.
+A mapped file would be read page by page, as a single thread touches the pages. Here boxes are read
+in the order of their bytes in the files, several at a time, while earlier boxes are copied to their
+targets. Only the buffers are held in memory, whatever the model's size. Buffers for GPUs are
+pinned, so that copies out of them go on while further boxes are read.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .sources import Source, refuse_changed
 Wait: TypeAlias = Callable[[], None]
 """Waits until nothing reads from a buffer any more."""
 
-# The host's memory for a load is 6 * 16 MiB, whatever the model's size: four stretches are read at
-# a time, the caller copies out of a fifth, and the sixth is full or waits for its copies to end.
+# A load takes 6 * 16 MiB of the host's memory, whatever the model's size: four stretches are read
+# at a time, the caller copies out of a fifth, and the sixth is full or waits for copies out of it.
 STRETCH_BYTES = 16 * 2**20
 _MOST_THREADS = 4
 _BUFFERS = 6
@@ -40,7 +40,7 @@ _BUFFERS = 6
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A box of one tensor whose bytes lie side by side in its file."""
+    """A box of one tensor whose bytes are contiguous in its file."""
 
     source: Source
     box: Box
@@ -50,30 +50,30 @@ class Stretch:
 
 @dataclass(slots=True)
 class StretchBuffer:
-    """A buffer on the host with a stretch, and a function to wait for copies out of the buffer."""
+    """A host buffer with a stretch; `wait` waits for copies out of the buffer, None for none."""
 
     bytes: Tensor
     stretch: Stretch | None = None
     wait: Wait | None = None
 
     def tensor(self) -> Tensor:
-        """Return the box as a tensor, valid until the next stretch is asked for."""
+        """Return the box as a tensor, valid until the caller requests the next stretch."""
         assert self.stretch is not None, "it has been read"
         raw = self.bytes[: self.stretch.num_bytes].view(self.stretch.source.dtype)
         return raw.view([stop - start for start, stop in self.stretch.box])
 
 
 def stretches(sources: Iterable[Source], most_bytes: int) -> list[Stretch]:
-    """Split tensors into stretches, in the order in which they lie in their files."""
+    """Split tensors into stretches of at most `most_bytes`, in the order of files and offsets."""
     ordered = sorted(sources, key=lambda source: (source.file, source.offset or 0))
     return [stretch for source in ordered for stretch in _split(source, most_bytes)]
 
 
 def _split(source: Source, most_bytes: int) -> Iterator[Stretch]:
-    """Yield stretches of at most so many bytes: whole inner dimensions, and a run of an outer one.
+    """Yield stretches of at most `most_bytes`: whole inner dimensions, and a range of an outer one.
 
-    A [3, 8, 4] tensor of 1-byte numbers, with at most 20 bytes: rows of 4 bytes lie side by side,
-    and 5 of 8 fit, so the boxes are [0:1, 0:5, 0:4], [0:1, 5:8, 0:4], [1:2, 0:5, 0:4], …
+    A [3, 8, 4] tensor of 1-byte numbers, with at most 20 bytes: rows of 4 bytes are contiguous, and
+    5 of 8 fit, so the boxes are [0:1, 0:5, 0:4], [0:1, 5:8, 0:4], [1:2, 0:5, 0:4], …
     """
     assert source.offset is not None, "tensors without a place in their file are read otherwise"
     inner, depth = source.dtype.itemsize, len(source.shape)
@@ -96,16 +96,16 @@ def _split(source: Source, most_bytes: int) -> Iterator[Stretch]:
 
 
 def read_ahead(order: Sequence[Stretch], *, pinned: bool) -> Generator[StretchBuffer]:
-    """Yield the stretches in order while following stretches are read.
+    """Yield the stretches in order while further stretches are read.
 
-    Close the generator where it isn't used up. A buffer is filled again after its `wait`.
+    Close the generator if it isn't exhausted. A buffer is refilled after its `wait`.
     """
-    # Six buffers go round: with b0 given out, b1 to b5 are being read, or are full and wait for
-    # their turn. When the caller asks for the next one, b0 is queued behind b5 with the next
-    # stretch; its thread first waits until the copies out of b0 are done.
+    # Six buffers are reused in turn: while the caller has b0, b1 to b5 are being read, or are full.
+    # When the caller requests the next buffer, b0 is queued after b5 with the next stretch; the
+    # thread that fills b0 first waits until the copies out of b0 are done.
     with ExitStack() as stack:
         files = {s.source.file: s.source.stamp for s in order}
-        descriptors = {file: stack.enter_context(_opened(file)) for file in files}
+        descriptors = {file: stack.enter_context(_open_file(file)) for file in files}
         threads = max(1, min(_MOST_THREADS, os.cpu_count() or 1))
         pool = ThreadPoolExecutor(threads, thread_name_prefix="duoka-load")
         stack.callback(pool.shutdown, wait=True, cancel_futures=True)
@@ -130,6 +130,7 @@ def read_ahead(order: Sequence[Stretch], *, pinned: bool) -> Generator[StretchBu
 
 
 def _read(descriptor: int, stretch: Stretch, buffer: StretchBuffer) -> StretchBuffer:
+    """Read a stretch into a buffer, after the copies out of the buffer are done."""
     if buffer.wait is not None:
         buffer.wait()
     file = stretch.source.file
@@ -148,7 +149,8 @@ def _read(descriptor: int, stretch: Stretch, buffer: StretchBuffer) -> StretchBu
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[int]:
+def _open_file(file: Path) -> Iterator[int]:
+    """Open a regular file inside the scope; yield its descriptor."""
     with damage_told(file):
         opened = open_regular(file)
     with opened:

@@ -1,8 +1,8 @@
-"""Sources: the tensors of a checkpoint's files, described first, then read.
+"""Sources: the tensors in a checkpoint's files, described first, then read.
 
-Tensors are mapped from their file and not copied: the pages belong to the file, and the system
-takes them back when it needs memory. Only ``.bin`` files older than PyTorch 1.6 can't be mapped;
-one of them is in memory at a time. Pickles are read with ``weights_only``.
+Tensors are mapped from their file and not copied: the operating system drops mapped pages when it
+needs memory. Only ``.bin`` files from before PyTorch 1.6 can't be mapped, and are in memory one at
+a time. Pickles are read with ``weights_only``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .pickles import DAMAGED, damage_told, load_pickle
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A tensor of a file, under the checkpoint's name.
+    """A tensor in a file, under its name in the checkpoint.
 
     Parameters
     ----------
@@ -35,9 +35,9 @@ class Source:
     shape : tuple of int
     file : Path
     stamp : Stamp, optional
-        The file's when it was described.
+        The stamp of the file when the tensor was described; None skips the check for changes.
     offset : int, optional
-        The first byte in the file, where the bytes lie there as torch has them in memory.
+        The first byte in the file; None if the file's bytes aren't those of the tensor in memory.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Source:
 
 
 def list_sources(checkpoint: Checkpoint) -> dict[str, Source]:
-    """Describe every tensor of a checkpoint, by name; no weight is read."""
+    """Return a description of every tensor of a checkpoint, by name, without reading weights."""
     if not checkpoint.has_weights:
         raise LoadError(
             f"{checkpoint.path} has no weight files",
@@ -80,6 +80,7 @@ def list_sources(checkpoint: Checkpoint) -> dict[str, Source]:
 
 
 def _safetensors_source(checkpoint: Checkpoint, info: TensorInfo) -> Source:
+    """Describe a safetensors tensor from its header."""
     assert info.file is not None
     assert info.shape is not None
     dtype = getattr(torch, str(info.dtype), None)
@@ -88,7 +89,7 @@ def _safetensors_source(checkpoint: Checkpoint, info: TensorInfo) -> Source:
             f"{info.name!r} is stored as {info.dtype}, which torch doesn't support",
             hint="a newer version of torch may support it",
         )
-    # Types of less than a byte have other shapes in memory.
+    # Dtypes of less than a byte have another shape in memory.
     is_plain = prod(info.shape) * dtype.itemsize == info.nbytes
     return Source(
         name=info.name,
@@ -101,7 +102,7 @@ def _safetensors_source(checkpoint: Checkpoint, info: TensorInfo) -> Source:
 
 
 class Reader:
-    """Reads tensors, with a single open file."""
+    """Reads tensors, with at most one file open at a time."""
 
     def __init__(self) -> None:
         self._file: Path | None = None
@@ -114,8 +115,8 @@ class Reader:
         self._file = self._tensors = None
 
     def read(self, source: Source) -> Tensor:
-        """Map a tensor, readable after the file is closed."""
-        # For each tensor: reading from a mapped file that was cut off ends the process.
+        """Return a tensor mapped from its file, valid after the reader closes the file."""
+        # Checked for each tensor, since reading a mapped file that was truncated ends the process.
         refuse_changed(source.file, source.stamp)
         if self._file != source.file:
             self._file = self._tensors = None
@@ -129,6 +130,7 @@ class Reader:
 
 
 def _open(file: Path) -> Any:
+    """Open a safetensors file, or load a pickle as a dict of tensors."""
     if file.suffix != ".safetensors":
         return load_pickle(file, map_location="cpu")
     with damage_told(file):
@@ -136,7 +138,7 @@ def _open(file: Path) -> Any:
 
 
 def refuse_changed(file: Path, stamp: Stamp | None) -> None:
-    """Refuse a file with another stamp than when described."""
+    """Raise LoadError if a file has changed since its stamp was taken; a stamp of None passes."""
     if stamp is None:
         return
     try:
