@@ -165,7 +165,7 @@ class LazyLogits(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _ATTRIBUTES:
-            inherited: Any = super()  # torch has no type annotations there
+            inherited: Any = super()  # not annotated in torch
             return inherited.__torch_function__(func, types, args, kwargs)
         logits = args[0] if args else None
         # Materialized logits may have been changed in place, so no further step is recorded.
