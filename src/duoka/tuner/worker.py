@@ -69,7 +69,7 @@ def work(directory: RunDirectory, prepare: Callable[[], None] | None = None) -> 
         _, device = layout.place(rank)
         is_complete = _Worker(directory, run, rank).train()
     except Exception as error:
-        reason = _failure_for_user(error, device, directory.way_on)
+        reason = _reason(error, device, directory.way_on)
         if reason is None or not directory.fail(reason):
             raise LostError from error  # another process has noted the failure
         raise reason from error
@@ -78,7 +78,7 @@ def work(directory: RunDirectory, prepare: Callable[[], None] | None = None) -> 
     return is_complete
 
 
-def _failure_for_user(error: Exception, device: str, way_on: str) -> DuokaError | None:
+def _reason(error: Exception, device: str, way_on: str) -> DuokaError | None:
     """Convert an error to a DuokaError for the user; None if another process caused the error.
 
     Errors of unknown kinds are raised again.
