@@ -57,7 +57,7 @@ class TensorCopy(NamedTuple):
         return part.permute((*axes, *dropped)).reshape(extents)
 
     def place(self, target: Tensor) -> Tensor:
-        """Return the view of the parameter or buffer that this copy fills."""
+        """Return this copy's view of the parameter or buffer to fill."""
         return target[as_slices(self.target_box)]
 
     # Rows 4:8 of a source fill rows 0:4 of a target. Restricted to rows 6:10 of the source, the
@@ -87,7 +87,7 @@ def as_slices(box: Box) -> tuple[slice, ...]:
 
 
 def intersect(box: Box, bounds: Box) -> Box | None:
-    """Return the intersection of two boxes; None if it is empty."""
+    """Return the intersection of two boxes; None if empty."""
     common = tuple(
         (max(start, lower), min(stop, upper))
         for (start, stop), (lower, upper) in zip(box, bounds, strict=True)
@@ -96,7 +96,7 @@ def intersect(box: Box, bounds: Box) -> Box | None:
 
 
 class _Filling(NamedTuple):
-    """A box of a new tensor, and the operand that fills it.
+    """A box of a new tensor, and the operand copied there.
 
     `dims` maps the new tensor's axes to the operand's dimensions.
     """
@@ -141,7 +141,7 @@ class CopyTracer(TorchFunctionMode):
     def _record_fillings(
         self, result: Tensor, operands: Sequence[Tensor], dim: int, *, is_stack: bool
     ) -> None:
-        """Record that operands fill a tensor one after another along a dimension."""
+        """Record operands that fill a tensor in sequence along a dimension."""
         box, start, fillings = whole_box(result.shape), 0, []
         dims = {axis: axis - (is_stack and axis > dim) for axis in range(result.ndim)}
         if is_stack:
@@ -220,7 +220,7 @@ def _storage(tensor: Tensor) -> int:
 # no box if one of its strides belongs to no axis (2 for every other column), or if a dimension
 # extends beyond its axis.
 def _box_of(view: Tensor, whole: Tensor) -> tuple[Box, tuple[int | None, ...]]:
-    """Return the box of `whole` that a view shows, and the axis of each of its dimensions.
+    """Return a view's box of `whole`, and the axis of each dimension of the view.
 
     Dimensions of extent 1 have the axis None. Raises IndescribableError if the view is no box.
     """

@@ -88,7 +88,7 @@ def resolve(config: Mapping[str, Any]) -> tuple[PreTrainedConfig, type[PreTraine
 
 
 def _parse(config_class: type[PreTrainedConfig], config: Mapping[str, Any]) -> PreTrainedConfig:
-    """Parse a configuration; raise ModelError if it is invalid."""
+    """Parse a configuration; raise ModelError for an invalid configuration."""
     try:
         return config_class.from_dict(_decode(dict(config)))
     except Exception as error:  # a configuration's own code can raise anything
@@ -112,7 +112,7 @@ def _decode(value: Any) -> Any:
 
 
 def _native_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Choose the class named by the configuration; if it has no head, a generating class."""
+    """Choose the class named by the configuration, or a generating class if that has no head."""
     named = _named_class(config)
     bare = _mapped_class(modeling_auto.MODEL_MAPPING, config)
     if named is not None and named is not bare:
@@ -128,7 +128,7 @@ def _native_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def _named_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the first class in `architectures` that suits the configuration; None without one."""
+    """Return the first suitable class in `architectures`; None if there is no such class."""
     stated = config.architectures
     for name in stated if isinstance(stated, list) else ():
         model_class = getattr(transformers, str(name), None)
@@ -140,7 +140,7 @@ def _named_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def _mapped_class(mapping: Any, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the model class that an Auto mapping has for a configuration; None without one."""
+    """Return an Auto mapping's model class for a configuration; None if the mapping has none."""
     entry = mapping.get(type(config), None)
     model_class: type[PreTrainedModel] | None = entry[0] if isinstance(entry, tuple) else entry
     # A class for the text part of a composite model is not the class of the whole model.
@@ -179,7 +179,7 @@ def _frequencies(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _keep_in_32_bit(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast the parameters that the architecture keeps in float32, as transformers does."""
+    """Cast parameters to float32 where the architecture requires, as transformers does."""
     patterns = [name.replace("*", ".*") for name in model._get_dtype_plan(dtype)]
     if not patterns:
         return

@@ -88,7 +88,7 @@ class ChatGLMConfig(GlmConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Parse a configuration; one with a ``vision_config`` becomes a `GLM4VConfig`."""
+        """Parse a configuration; with a ``vision_config`` return a `GLM4VConfig`."""
         if cls is ChatGLMConfig and config_dict.get("vision_config"):
             from .glm4v import GLM4VConfig
 
@@ -96,7 +96,7 @@ class ChatGLMConfig(GlmConfig):
         return super().from_dict(config_dict, **kwargs)
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Translate published names, and infer settings that the files don't have."""
+        """Translate published names, and infer settings missing in the files."""
         refuse_other_chatglm({**vars(self), **kwargs})
         for old, new in CHATGLM_NAMES.items():
             if old in kwargs:
@@ -134,6 +134,7 @@ class ChatGLMRotaryEmbedding(GlmRotaryEmbedding):
         return tables
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Apply a function as `nn.Module` does, but keep the frequencies in float32."""
         # `half()` would also cast the frequencies; at 2,300 tokens the logits then have an error of
         # 9e-2 instead of 2e-2. `to_empty()` would leave the frequencies uninitialized. So they
         # follow changes of the device only, and are computed when they leave the meta device.

@@ -80,7 +80,7 @@ def chunk_loss(model: nn.Module) -> None:
 
 
 def chunked_head(model: nn.Module) -> ChunkedHead | None:
-    """Return the `ChunkedHead` that `chunk_loss` put into a model; None if it put none."""
+    """Return the `ChunkedHead` of a model; None if `chunk_loss` hasn't added a chunked head."""
     forwards = (vars(module).get("forward") for module in model.modules())
     return next((forward for forward in forwards if isinstance(forward, ChunkedHead)), None)
 
@@ -125,7 +125,7 @@ class _Recipe(NamedTuple):
 
 
 class LazyLogits(Tensor):
-    """Logits [..., vocabulary] that are computed from `hidden` when an operation needs them.
+    """Logits [..., vocabulary], computed from `hidden` only when an operation needs their values.
 
     `computed` is None until the full logits are materialized.
     """
@@ -183,7 +183,7 @@ class LazyLogits(Tensor):
         return func(*args, **kwargs)
 
     def _apply_lazily(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Apply a function without the full logits; return None if it needs them."""
+        """Apply a function without the full logits; return None if impossible."""
         if func is cross_entropy:
             return _chunked_cross_entropy(self, *args, **kwargs)
         if func in _SHAPING and not kwargs:

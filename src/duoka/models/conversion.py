@@ -39,7 +39,7 @@ Shape = Sequence[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Custom:
-    """A conversion that moves single elements, so that boxes can't describe it.
+    """A conversion of single elements, impossible to describe by boxes.
 
     `convert` takes all `sources`, as whole tensors by name, and returns all `targets` by name.
     """
@@ -147,14 +147,14 @@ def plan_tensors(model: nn.Module, tensors: Mapping[str, Shape | None] | Collect
 
 
 class _Layout(NamedTuple):
-    """The shape of a target, and the copies from checkpoint tensors that fill it."""
+    """The shape of a target, and its copies from checkpoint tensors."""
 
     shape: tuple[int, ...]
     copies: tuple[TensorCopy, ...]
 
     @classmethod
     def of(cls, name: str, shape: Shape) -> _Layout:
-        """Return the layout of a target that is one whole checkpoint tensor."""
+        """Return the layout of a target filled by a whole checkpoint tensor."""
         box, shape = whole_box(shape), tuple(shape)
         return cls(shape, (TensorCopy(name, shape, box, box, tuple(range(len(box)))),))
 
@@ -165,7 +165,7 @@ class _Layout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """The checkpoint tensors of one conversion; a single, renamed tensor has no converter."""
+    """The checkpoint tensors of a conversion; a single, renamed tensor has no converter."""
 
     converter: WeightConverter | None
     members: list[tuple[str, str]]  # source pattern, tensor name
@@ -174,7 +174,7 @@ class _Group:
 def _complete_shapes(
     model: nn.Module, given_shapes: Mapping[str, Shape | None]
 ) -> dict[str, tuple[int, ...] | None]:
-    """Replace unknown shapes by those of the model's published tensors of the same name.
+    """Replace unknown shapes by the shapes of the model's published tensors of the same name.
 
     A shape stays None if the model has no published tensor of the name.
     """
@@ -302,7 +302,7 @@ def _canonical_names(model: nn.Module) -> dict[str, str]:
 
 
 def _make_ignored_matcher(model: nn.Module) -> Callable[[str], bool]:
-    """Return a predicate for the names of checkpoint tensors that the model doesn't need."""
+    """Return a predicate for the names of unneeded checkpoint tensors."""
     patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     leaves = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
     # Older files have these buffers for each layer; today the model computes them.
@@ -311,7 +311,7 @@ def _make_ignored_matcher(model: nn.Module) -> Callable[[str], bool]:
 
 
 def _make_matcher(patterns: Iterable[str] | None) -> Callable[[str], bool]:
-    """Return a predicate that is true for names in which any of the patterns is found."""
+    """Return a predicate for names with a match of any of the patterns."""
     compiled = [re.compile(pattern) for pattern in patterns or ()]
     return lambda name: any(pattern.search(name) for pattern in compiled)
 

@@ -1,4 +1,4 @@
-"""A replacement of the package flash_attn, for remote code that imports it.
+"""A replacement of the package flash_attn for remote code.
 
 This module stands for the package and for each of its modules. It has the functions that published
 model code imports, with the same results and shapes. They run on any device, use PyTorch's

@@ -59,7 +59,7 @@ def tokenizer_of(
 
 
 def _code_of(checkpoint: Checkpoint) -> models.RemoteCode:
-    """Return the remote code of a checkpoint, which the user trusts."""
+    """Return the remote code of a trusted checkpoint."""
     return models.RemoteCode(
         checkpoint.path,
         {file.name: file.content for file in checkpoint.code},

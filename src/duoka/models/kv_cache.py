@@ -30,7 +30,7 @@ _MOST = 127
 
 
 def new_cache(model: Any, kind: Cache = "dynamic") -> Any:
-    """Create the cache for a run of a model; return None for models that create their own.
+    """Create the cache for a run of a model; return None for models with caches of their own.
 
     Raises UsageError if the model can't run with a cache other than "dynamic".
     """
@@ -81,12 +81,12 @@ def longer(layers: Any, past: int, tokens: int) -> Any:
     if any(list(state.shape).count(past) != 1 for layer in layers for state in layer):
         return None
 
-    def extended(state: Tensor) -> Tensor:
+    def append_zeros(state: Tensor) -> Tensor:
         at = list(state.shape).index(past)
         added = state.new_zeros(*state.shape[:at], tokens, *state.shape[at + 1 :])
         return torch.cat((state, added), at)
 
-    return tuple(tuple(extended(state) for state in layer) for layer in layers)
+    return tuple(tuple(append_zeros(state) for state in layer) for layer in layers)
 
 
 class Int8Layer(DynamicLayer):

@@ -29,7 +29,7 @@ _WRITTEN = _FILLED | {torch.arange, torch.eye, torch.linspace}
 
 
 class _Bounded(TorchFunctionMode):
-    """Raises ValueError for tensors that are too large for the buffers of any model.
+    """Raises ValueError for tensors too large for the buffers of any model.
 
     With `lazily`, tensors that presumably become weights are created on the meta device:
     uninitialized tensors, and large floating-point tensors.
@@ -108,7 +108,7 @@ def construct(make: Callable[[], _Module]) -> _Module:
 
 
 def _find_stray_owners(module: nn.Module) -> Iterator[str]:
-    """Yield the names of modules with a tensor on the meta device that is no parameter."""
+    """Yield the names of modules with tensors on the meta device other than parameters."""
     for name, child in module.named_modules():
         values = [*child._buffers.values(), *vars(child).values()]
         if any(isinstance(value, Tensor) and value.is_meta for value in values):

@@ -1,4 +1,4 @@
-"""Models of checkpoints that were published quantized: weights that hold the stored tensors."""
+"""Models of checkpoints published quantized: their weights hold the stored tensors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def hold_as_stored(model: nn.Module, stored: Stored, tensors: Mapping[str, Tenso
 
 
 def _refuse_differences(recipe: Recipe, stored: Stored, unscaled: Sequence[str]) -> None:
-    """Raise ModelError that names missing tensors, and tensors of another model or shape."""
+    """Raise ModelError for missing tensors and for tensors of another model or shape, by name."""
     faults = [
         f"{len(names)} {text}: {', '.join(names[:_MOST_NAMES])}"
         for names, text in (

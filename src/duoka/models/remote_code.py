@@ -42,7 +42,7 @@ def stop_hint(message: str, hint: str = OTHER_VERSIONS) -> str:
 
 
 class RemoteCode(MetaPathFinder):
-    """The code files of a checkpoint, importable as a package that is named by a content hash.
+    """The code files of a checkpoint, importable as a package named by a content hash.
 
     `legacy` means that the code was written for transformers 4. The modules stay importable for the
     life of the process, because code may import them later when it runs.
@@ -83,7 +83,7 @@ class RemoteCode(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of the package or of one of its modules; None for other names."""
+        """Return the spec of the package or of a module in the package; None for other names."""
         if fullname == self._package:
             return ModuleSpec(fullname, None, is_package=True)
         package, _, module = fullname.partition(".")
@@ -98,7 +98,7 @@ class RemoteCode(MetaPathFinder):
 
 
 class _Loader(SourceLoader):
-    """Runs one module from its content, adapted to transformers 4 or 5."""
+    """Runs a module from its content, adapted to transformers 4 or 5."""
 
     def __init__(self, path: Path, content: bytes, *, legacy: bool) -> None:
         self._path = path

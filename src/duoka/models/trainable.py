@@ -92,7 +92,7 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
 
 
 def base_name(name: str) -> str:
-    """Return the name that a module or tensor had before adapters were injected."""
+    """Return the name of a module or tensor before adapters were injected."""
     return name.replace(_ADAPTED, "")
 
 
@@ -119,7 +119,7 @@ def inject(model: nn.Module, **settings: Any) -> None:
 
 
 def _is_in(name: str, frozen: Sequence[str]) -> bool:
-    """Return True if a name is, or lies below, one of the frozen names."""
+    """Return True if a name is, or lies below, any of the frozen names."""
     return any(name == owner or name.startswith(f"{owner}.") for owner in frozen)
 
 
@@ -169,12 +169,12 @@ def known_targets(
 
 
 def _has_suffix(names: Iterable[str], target: str) -> bool:
-    """Return True if a target is the end of one of the names."""
+    """Return True if a target is a suffix of any of the names."""
     return any(name == target or name.endswith(f".{target}") for name in names)
 
 
 def _enable_checkpointing(model: Any) -> None:
-    """Enable gradient checkpointing; raise ModelError if the model doesn't support it."""
+    """Enable gradient checkpointing; raise ModelError for a model without support."""
     if not getattr(model, "supports_gradient_checkpointing", False):
         message = f"{type(model).__name__} has no gradient checkpointing"
         raise ModelError(message, hint=WITHOUT_CHECKPOINTING)

@@ -349,6 +349,7 @@ def _refuse_mismatch(path: Path, stored: Mapping[str, str], forms: Mapping[str, 
 
 
 def _digest_of(file: Path) -> str:
+    """Return the SHA-256 hash of a file."""
     with open_regular(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -21,7 +21,7 @@ _BUCKET_BYTES = 2**26
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The processes of a run: one for each device of each replica, in the order of the plans.
+    """The processes of a run: a process for each device of each replica, in the order of the plans.
 
     `plans` has the plan of each replica.
     """
@@ -58,7 +58,7 @@ class Layout:
         return next(stage for stage in devices if stage.device == device)
 
     def owners(self, parameter: str) -> tuple[int, ...]:
-        """Return the ranks that hold a parameter, one for each replica."""
+        """Return the ranks with a parameter: a rank for each replica."""
         name = base_name(parameter)
         return tuple(
             self.rank(replica, plan.placement.device_of(name) or "")

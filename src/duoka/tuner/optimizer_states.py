@@ -38,7 +38,7 @@ def set_numbers(
     optimizer: Optimizer | None,
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Set the states that are Python numbers to the values of tensors, by name."""
+    """Set states of Python numbers to the values of tensors, by name."""
     for name, states, key in _states(parameters, optimizer):
         if isinstance(states[key], int | float):
             states[key] = type(states[key])(tensors[name].item())
@@ -66,7 +66,7 @@ def make_states(optimizer: Optimizer | None) -> None:
 def drop_states(
     parameters: Mapping[str, nn.Parameter], optimizer: Optimizer | None, names: Iterable[str]
 ) -> None:
-    """Remove the states of parameters that have no state among the saved `names`.
+    """Remove the states of parameters without a state among the saved `names`.
 
     These parameters had no optimizer step yet: all steps were skipped, or had no gradient for them.
     """

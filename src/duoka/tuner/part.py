@@ -1,4 +1,4 @@
-"""The part of a model in one process: its own weights, and all others on the meta device."""
+"""The part of a model in a process: its own weights, and all others on the meta device."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class ModelPart:
         }
 
     def _load(self, checkpoint: Checkpoint, seed: int, adapter: LoraAdapter | None) -> nn.Module:
-        """Build the model, make it trainable, and load the weights of this process's device."""
+        """Build the model, prepare training, and load the weights of this process's device."""
         model = build_model(checkpoint, self.plan.workload)
         if method_of(checkpoint.config) is not None:
             if len(self.plan.devices) > 1:
@@ -125,5 +125,6 @@ class ModelPart:
         return self._routes[form]
 
     def _call(self, model: Any, batch: Batch, device: torch.device) -> Any:
+        """Call a model on a batch, moved to a device, under the workload's autocast."""
         with autocast_for(self.plan.workload, device):
             return model(**to_device(dict(batch), device), use_cache=False)

@@ -41,7 +41,7 @@ NumReplicas = int | Literal["auto"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneRun:
-    """A run that is ready to start, with plans and samples.
+    """A run ready to start, with plans and samples.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ def _refuse_unfit_adapter(adapter: LoraAdapter, checkpoint: Checkpoint, workload
 
 
 def _refuse_other(plan: Plan, checkpoint: Checkpoint, settings: TuneSettings) -> Workload:
-    """Return the workload of a given plan; raise UsageError if it is for another run."""
+    """Return the workload of a given plan; raise UsageError for a plan of another run."""
     training = plan.workload.training
     if training is None or plan.workload.images:
         purpose = "generating" if training is None else "images, and duoka tune trains on text"
@@ -234,7 +234,7 @@ def num_machines() -> int:
 
 
 def _parse_fleet(gpus: Fleet | str, machines: int) -> Fleet:
-    """Return the fleet of one machine; the other machines are assumed to have equal GPUs."""
+    """Return the fleet of a machine; other machines are assumed to have equal GPUs."""
     fleet = Fleet.parse(gpus) if isinstance(gpus, str) else gpus
     if machines == 1:
         return fleet
@@ -250,7 +250,7 @@ def _plan_machine(
     *,
     suggest: bool = False,
 ) -> tuple[Plan, ...]:
-    """Plan `number` replicas on the GPUs of one machine, out of `machines` equal ones."""
+    """Plan `number` replicas for each of `machines` equal machines; return one machine's plans."""
     workload = settings.workload(checkpoint)
     assert workload.training is not None, "the settings are for training"
     # Rounded up: a step of 8 micro-batches on 3 replicas is planned with 3 for each replica.
@@ -276,7 +276,7 @@ def _plan_machine(
 
 
 def _refuse_small_gpus(checkpoint: Checkpoint, fleet: Fleet, settings: TuneSettings) -> None:
-    """Raise UsageError that names the unusable GPUs if the run fits on the other GPUs."""
+    """Raise UsageError with the names of unusable GPUs if the run fits on the other GPUs."""
     with suppress(InfeasibleError):
         used = make_plan(checkpoint, fleet, settings.workload(checkpoint), suggest=False).devices
         idle = ", ".join(device.name for device in fleet.devices if device.name not in used)

@@ -73,7 +73,7 @@ class RunReport:
 
 
 def make_report(layout: Layout, metrics: Sequence[dict[str, Any]]) -> RunReport:
-    """Summarize a run; `metrics` has an entry for each step and evaluation, at least one step."""
+    """Summarize a run of at least a step; `metrics` has an entry for each step and evaluation."""
     steps = [entry for entry in metrics if "loss" in entry]
     places = [layout.place(number) for number in range(layout.world_size)]
     # Steps before a move to other GPUs don't count, nor does the first step, which is slower.
@@ -154,7 +154,7 @@ def _summary(report: RunReport) -> Iterator[str]:
 
 
 def _table(devices: Sequence[DeviceReport]) -> Iterator[RenderableType]:
-    """Yield the table of the GPUs, with one unit for all sizes, and its caption."""
+    """Yield the table of the GPUs, with a common unit for all sizes, and its caption."""
     sizes = [[getattr(device, name) for name in _SIZES] for device in devices]
     unit, unit_bytes = unit_for(max(map(max, sizes)))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)

@@ -92,6 +92,7 @@ class RunReporter:
             self._board.close()
 
     def _print(self, text: str) -> None:
+        """Print a line above the progress bar."""
         self._console.print(text, markup=False, soft_wrap=True)
 
 

@@ -79,9 +79,9 @@ def write_adapter(
 
 
 def _is_on_all(adapter: LoraAdapter, base: Checkpoint) -> bool:
-    """Return True if last names identify the adapted modules: no other module has one of them.
+    """Return True if the last parts of names identify the adapted modules.
 
-    Then peft's ``target_modules`` can list last names such as ``q_proj`` instead of full names.
+    Then peft's ``target_modules`` can list parts such as ``q_proj``: no other modules have them.
     """
     ends = {name.rpartition(".")[2] for name in adapter.layers}
     modules = build_model(base, Workload(dtype="float32")).named_modules()
@@ -119,7 +119,7 @@ def _peft_config(adapter: LoraAdapter, base: Checkpoint, *, ends_suffice: bool) 
 
 
 def _to_integer(number: float) -> Any:
-    """Convert a number to int, the type that peft declares, if it is one up to rounding errors."""
+    """Convert a number to int, the type declared by peft, if integral up to rounding errors."""
     nearest = round(number)
     return nearest if abs(number - nearest) < 1e-9 * abs(number) else number
 
@@ -128,7 +128,7 @@ def _to_integer(number: float) -> Any:
 
 
 class _Output(NamedTuple):
-    """A tensor of the merged checkpoint: its size, and a function that computes the tensor."""
+    """A tensor of the merged checkpoint: its size, and a function to compute the tensor."""
 
     num_bytes: int
     compute: Callable[[], Tensor]
@@ -234,7 +234,7 @@ def _compute_delta(module: Any) -> Tensor:
 
 
 def _refuse_tied(model: nn.Module, adapter: LoraAdapter) -> None:
-    """Raise UsageError for an adapter on a weight that is tied to another one."""
+    """Raise UsageError for an adapter on a tied weight."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -48,7 +48,7 @@ class TuneJob:
     trust_remote_code: bool = False
 
     def fleet(self) -> Fleet:
-        """Return the GPUs of all replicas as one fleet."""
+        """Return the GPUs of all replicas as a fleet."""
         devices = {device.name: device for plan in self.plans for device in plan.fleet.devices}
         links = dict.fromkeys(link for plan in self.plans for link in plan.fleet.links)
         return Fleet(devices=tuple(devices.values()), links=tuple(links))
@@ -117,7 +117,7 @@ class RunDirectory:
         _write(self._run, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
 
     def remove_unbegun(self) -> None:
-        """Remove the files of a run without a step, so that the same command can start it again."""
+        """Remove the files of a run without a step, to let the same command start the run again."""
         if any(self.read_metrics()) or any(self.checkpoints.glob("*")):
             return
         files = (self._run, self.samples, self.eval_samples, self.metrics, self._failure)
@@ -163,7 +163,7 @@ class RunDirectory:
 
     @contextmanager
     def new_result(self, name: str) -> Iterator[Path]:
-        """Yield a temporary path for a result; on success the result replaces an earlier one."""
+        """Yield a temporary path for a result; on success the result replaces an earlier result."""
         path, place, old = (self.path / f"{prefix}{name}" for prefix in ("", ".new-", ".old-"))
         with name_write_errors(path, _ROOM):
             if old.exists() and not path.exists():  # killed between the two renames below
@@ -179,7 +179,7 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the run against other processes that train or move it.
+        """Lock the run against training or moving by other processes.
 
         The system releases the lock of a process that ends.
 
@@ -220,7 +220,7 @@ class RunDirectory:
         _write(self.path / "report.json", json.dumps(report, indent=1) + "\n")
 
     def read_first_adapter(self) -> LoraAdapter | None:
-        """Read the adapter that training starts from; None if it starts from new adapters."""
+        """Read the adapter to start training from; None for new adapters."""
         return read_adapter(self.first_adapter) if self.first_adapter.is_dir() else None
 
     def note(self, metrics: Mapping[str, Any]) -> None:
@@ -259,11 +259,11 @@ class RunDirectory:
         return True
 
     def forget_failure(self) -> None:
-        """Remove the failure that `fail` wrote."""
+        """Remove the failure written by `fail`."""
         self._failure.unlink(missing_ok=True)
 
     def failure(self) -> DuokaError | None:
-        """Return the failure that the first failed process wrote; None if there is none."""
+        """Return the failure written by the first failed process; None if there is no failure."""
         with suppress(OSError, ValueError, FormatError, KeyError):
             content = parse_json_object(read_text(self._failure, most_bytes=_MOST_BYTES), "it")
             error = DuokaError(content["message"], hint=content["hint"])
@@ -273,6 +273,6 @@ class RunDirectory:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a whole file; raise MachineError with a hint if it can't be written."""
+    """Write a whole file; raise MachineError with a hint on failure."""
     with name_write_errors(path, _ROOM):
         write_whole(path, text)

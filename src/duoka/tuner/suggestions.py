@@ -1,4 +1,4 @@
-"""Suggestions for a run that doesn't fit, in options of `duoka tune`.
+"""Suggestions for an infeasible run, in options of `duoka tune`.
 
 The planner's suggestions have options of `duoka plan --train`. A run has other options and must
 keep its batch, so each suggestion is planned again as a run, and omitted if the run doesn't fit.
@@ -85,7 +85,7 @@ def _as_run(way: WayOut, settings: TuneSettings, attempt: Attempt) -> WayOut | N
 def _in_whole_micro_batches(
     changes: dict[str, Any], settings: TuneSettings
 ) -> Iterator[dict[str, Any]]:
-    """Yield the changes with every micro-batch up to theirs that divides the batch, largest first.
+    """Yield the changes with each smaller or equal micro-batch dividing the batch, largest first.
 
     Changes without a micro-batch are yielded unchanged.
     """

@@ -79,7 +79,7 @@ class StepReport:
 # decisions: to stop, to skip the step, and by how much to clip. The norm is computed from the
 # processes of replica 0, which together hold each parameter once.
 class Trainer:
-    """Runs the steps of a run in one process; all processes call the same methods in step."""
+    """Runs the steps of a run in a process; all processes call the same methods together."""
 
     def __init__(
         self, settings: TuneSettings, layout: Layout, rank: int, part: ModelPart, num_steps: int
@@ -212,7 +212,7 @@ class Trainer:
         return [float(loss) / scale for loss in losses], channel.waited_seconds
 
     def _gradients_here(self) -> list[Tensor]:
-        """Return the gradients of this process's trained parameters that have one."""
+        """Return the existing gradients of this process's trained parameters."""
         return [p.grad for p in self._part.trained.values() if p.grad is not None]
 
     def _squares(self) -> float:
@@ -228,7 +228,7 @@ class Trainer:
         return (0, 0) if peak is None else (peak.allocated_bytes, peak.reserved_bytes)
 
     def _norm(self, gathered: Tensor) -> float:
-        """Return the norm of the whole model's gradients, which are equal in every replica."""
+        """Return the norm of the whole model's gradients, equal in every replica."""
         ranks = [self._layout.rank(0, name) for name in self._layout.plans[0].devices]
         return math.sqrt(float(gathered[ranks, 1].sum()))
 
@@ -273,9 +273,9 @@ class Trainer:
         losses: Sequence[float],
         all_losses: Tensor,
     ) -> None:
-        """Raise TrainingError for a loss that is not finite, in the process that computed it.
+        """Raise TrainingError for a loss that is not finite, naming the samples.
 
-        The other processes raise LostError.
+        Only the process with this loss raises it; the others raise LostError.
         """
         for micro_batch, loss in zip(micro_batches, losses, strict=False):
             if not math.isfinite(loss):

@@ -115,7 +115,7 @@ def tune(
     directory = RunDirectory(Path(save))
 
     def begin() -> bool:
-        """Prepare and write the run; return False if `show` declines it."""
+        """Prepare and write the run; return False if `show` declines."""
         directory.refuse_used()
         checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
         paths = [os.fspath(p) for p in ([data] if isinstance(data, str | os.PathLike) else data)]
@@ -147,7 +147,7 @@ def _lock(directory: RunDirectory) -> AbstractContextManager[None]:
 
 
 def _train_under_torchrun(directory: RunDirectory, begin: Callable[[], bool]) -> TuneResult:
-    """Train in this process, which torchrun started; rank 0 calls `begin` first."""
+    """Train in this process of torchrun's; rank 0 calls `begin` first."""
 
     def begin_once() -> None:
         # If torchrun restarts the processes after a failure, the written run is resumed.
@@ -223,7 +223,7 @@ def _train(directory: RunDirectory) -> TuneResult:
 
 
 def _finish_run(directory: RunDirectory, stopped_by: int | None = None) -> TuneResult:
-    """Return the outcome of a run; write the report and the result unless it was stopped."""
+    """Return the outcome of a run; write report and result of a completed run."""
     # Steps are counted by checkpoints, not by metrics: a killed run may have metrics of unsaved
     # steps, and after a crash of the machine the last metrics may be lost.
     steps = max(TrainingCheckpoints(directory.checkpoints, {}).steps, default=0)
@@ -266,7 +266,7 @@ def _write_result(directory: RunDirectory, run: TuneJob, steps: int) -> Path:
 
 
 def _find_failure(directory: RunDirectory, layout: Layout, codes: Mapping[int, int]) -> DuokaError:
-    """Return the error of a run: the one that a process wrote, or else the first exit code."""
+    """Return the error of a run: the error written by a process, or else an exit code."""
     stated = directory.failure()
     if stated is not None:
         return stated

@@ -197,7 +197,7 @@ class _Worker:
         return bool(lacks)
 
     def _evaluate(self, step: int) -> None:
-        """Compute the evaluation loss after a step and, in the first process, report it."""
+        """Compute the evaluation loss after a step; the first process reports the loss."""
         loss = self._trainer.evaluate(self._eval_steps)
         if self._reporter is not None:
             self._reporter.write({"step": step, "eval_loss": loss})
@@ -218,6 +218,7 @@ class _Worker:
         return 0 if resumed is None else resumed.step
 
     def _save(self, step: int) -> None:
+        """Save a training checkpoint after a step."""
         trainer = self._trainer
         state = {"scale": trainer.scale, "steps_since_scaled": trainer.steps_since_scaled}
         self._checkpoints.save(step, self._part.trained, trainer.optimizer, state)

@@ -80,7 +80,7 @@ def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 def _reason(
     model: PreTrainedModel, scheme: Scheme, name: str, excluded: Collection[str]
 ) -> str | None:
-    """Return the reason not to quantize a parameter; None if it is to be quantized."""
+    """Return the reason not to quantize a parameter; None for a parameter to quantize."""
     owner = name.rpartition(".")[0]
     module, parameter = model.get_submodule(owner), model.get_parameter(name)
     if not isinstance(module, nn.Linear):

@@ -30,7 +30,7 @@ _COPIES = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
 # and copies to a device are applied to each inner tensor; any other operator is passed to `viewed`,
 # because it would need the values.
 class Composed(Tensor):
-    """A weight made of several plain tensors, by name, on one device.
+    """A weight made of several plain tensors, by name, on the same device.
 
     Shape and dtype are those of the original weight.
     """
@@ -53,12 +53,12 @@ class Composed(Tensor):
 
     @classmethod
     def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute one of `products` with composed weights among its arguments."""
+        """Compute a function of `products` with composed weights among the arguments."""
         raise NotImplementedError
 
     @classmethod
     def viewed(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Apply an operator that is neither a product nor a copy."""
+        """Apply an operator other than products and copies."""
         raise NotImplementedError(f"{func} of a {cls.__name__}")
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
@@ -110,7 +110,7 @@ def is_composed(tensor: Tensor) -> bool:
 
 
 def parts(tensor: Tensor) -> dict[str, Tensor]:
-    """Return the plain tensors that make a tensor, by name; for a plain tensor {"": tensor}."""
+    """Return the plain tensors inside a tensor, by name; for a plain tensor {"": tensor}."""
     if not is_composed(tensor):
         return {"": tensor}
     names, _ = cast(Any, tensor).__tensor_flatten__()
@@ -147,7 +147,7 @@ class StoredWeight(Composed):
 
     @classmethod
     def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute a product with weights that are unpacked for its duration."""
+        """Compute a product, with weights unpacked for its duration."""
         args = tuple(_unpacked(arg) for arg in args)
         return func(*args, **{name: _unpacked(arg) for name, arg in kwargs.items()})
 

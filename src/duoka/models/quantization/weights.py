@@ -158,6 +158,7 @@ class Nf4Weight(Composed):
 
 
 def _linear(inputs: Tensor, weight: Nf4Weight, bias: Tensor | None = None) -> Tensor:
+    """Compute `F.linear`; for a single row of inputs by the kernel that reads the packed weight."""
     if inputs.numel() > inputs.shape[-1]:
         return F.linear(inputs, weight.unpacked(inputs.dtype), bias)
     product: Tensor = torch.ops.bitsandbytes.gemm_4bit(

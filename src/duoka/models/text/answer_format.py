@@ -63,7 +63,7 @@ class AnswerFormat:
 
     @property
     def kept_ids(self) -> tuple[int, ...]:
-        """The ids of special tokens that mark calls or reasoning, to keep when decoding answers."""
+        """The ids of special tokens around calls and reasoning, to keep when decoding answers."""
         special = {
             token.content: number
             for number, token in self.tokenizer.added_tokens_decoder.items()
@@ -130,7 +130,7 @@ class AnswerFormat:
         return force_call(self.form, tools, self.tokenizer, before=before, parallel=parallel)
 
     def _marks(self) -> Iterator[str]:
-        """Yield all texts that mark calls or reasoning."""
+        """Yield all texts around calls and reasoning."""
         yield from self.reasoning or ()
         if self.form is not None:
             yield from (*self.form.markers, *self.form.inner_marks)

@@ -65,7 +65,7 @@ class CallForm(ABC):
 
 
 class CallReader(CharacterReader):
-    """Passes characters to the parsers of calls, and collects the parts that they add.
+    """Passes characters to the parsers of calls, and collects the resulting parts.
 
     Parameters
     ----------
@@ -124,7 +124,7 @@ class CallReader(CharacterReader):
         self._taken.clear()
 
     def attempt(self, script: Script, marker: str) -> Characters:
-        """Run the script of a call form; return "", or the remaining text if it is no call."""
+        """Run the script of a call form; return "", or the remaining text after NoCall."""
         # `_taken` has the characters that aren't in a part yet. `add` clears it: arguments that
         # were returned can't be taken back, and only the text after them becomes content.
         self._taken, self._size = [marker], 0
@@ -144,7 +144,7 @@ class CallReader(CharacterReader):
 
 
 class AnswerReader(CallReader):
-    """Parses one answer; see `AnswerFormat.reader`.
+    """Parses an answer; see `AnswerFormat.reader`.
 
     Parameters
     ----------
@@ -262,13 +262,13 @@ class AnswerReader(CallReader):
 
     @property
     def _markers(self) -> tuple[str, ...]:
-        """The texts that end a stretch of content: begin of reasoning, turn, markers of calls."""
+        """The texts at which content may end: begin of reasoning, turn, markers of calls."""
         reasoning = (self._reasoning.begin,) if self._reasoning else ()
         turn = (self._turn,) if self._turn else ()
         return (*reasoning, *turn, *(self._form.markers if self._form else ()))
 
     def _attempt(self, marker: str) -> Script:
-        """Parse a call after a marker; text that is no call becomes content, unless it is cut."""
+        """Parse a call after a marker; text without a call becomes content, unless cut."""
         assert self._form is not None, "markers are a form's"
         script, num_started = self._form.read(self, marker), self.num_started_calls
         text = yield from self.attempt(script, marker)
@@ -327,7 +327,7 @@ class AnswerReader(CallReader):
 
 
 def _match_first(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern that matches the first character of any marker."""
+    """Return a pattern for the first character of any marker."""
     return re.compile("|".join(re.escape(marker[0]) for marker in markers) or "(?!)")
 
 

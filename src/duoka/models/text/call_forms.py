@@ -96,7 +96,7 @@ def _read_arguments(calls: CallReader, name: str) -> Script:
 
 
 def _read_optional(calls: CallReader, text: str) -> Script:
-    """Parse a fixed text, or the end of the answer: the grammar of a forced call may omit it."""
+    """Parse a fixed text, or the end of the answer: grammars of forced calls may omit the text."""
     char = yield from calls.after_space()
     if char:
         calls.give_back(char)
@@ -216,7 +216,7 @@ class LineForm(CallForm):
             yield from _read_arguments(calls, name)
 
     def _read_python(self, calls: CallReader, name: str) -> Script:
-        """Parse a fenced call that ends with the message; fences in its texts don't end it."""
+        """Parse a fenced call up to the end of the message; fences in strings don't count."""
         message = yield from calls.expect(_FENCE)
         while not message.endswith(self.turn) and (char := (yield from calls.take())):
             message += char
@@ -268,7 +268,7 @@ class ParameterForm(CallForm):
 
 
 class _Arguments:
-    """Collects the arguments of a call that are written one by one, with unquoted texts."""
+    """Collects the arguments of a call, written as separate keys and values with unquoted texts."""
 
     def __init__(self, calls: CallReader, name: str) -> None:
         if name not in calls.schemas:
@@ -279,7 +279,7 @@ class _Arguments:
         self._keys: set[str] = set()
 
     def add(self, key: str, written: str) -> None:
-        """Add an argument, starting the call if it is the first; NoCall for a repeated key."""
+        """Add an argument, starting the call with the first argument; NoCall for a repeated key."""
         if key in self._keys:
             self._calls.stop()
         if not self._keys:
@@ -297,7 +297,7 @@ class _Arguments:
             self._calls.end()
 
     def _to_json(self, key: str, written: str) -> str:
-        """Convert a written value to JSON: a string if the schema says so, or if it is no JSON."""
+        """Convert a written value to JSON: to a string by the schema, or if not JSON already."""
         schema = self._properties.get(key)
         kind = schema.get("type") if isinstance(schema, dict) else None
         kinds = kind if isinstance(kind, list) else [kind]

@@ -1,4 +1,4 @@
-"""Grammars that force an answer to be a tool call, in llguidance's variant of Lark.
+"""Grammars for forced tool calls, in llguidance's variant of Lark.
 
 Grammars can't match special tokens. So if a call begins with a special token, the beginning of the
 call is put into the prompt.

@@ -25,7 +25,7 @@ Characters = Generator[None, str, str]
 
 
 class NoCall(Exception):
-    """The text is not a call, or not a valid one from here on."""
+    """The text is not a call, or not a valid call from here on."""
 
 
 class CharacterReader:
@@ -57,14 +57,14 @@ class CharacterReader:
         raise NoCall
 
     def give_back(self, unread: str) -> None:
-        """Give back the last characters taken, so that they are taken again."""
+        """Give back the last characters taken, to be taken again."""
         for char in reversed(unread):
             self._taken.pop()
             self._again.append(char)
             self._size -= 1
 
     def take_again(self, text: str) -> None:
-        """Let a text be taken again that was already used in a part of the answer."""
+        """Let a text be taken again, although used in a part of the answer already."""
         self._again.extend(reversed(text))
 
     def after_space(self) -> Characters:
@@ -74,7 +74,7 @@ class CharacterReader:
         return char
 
     def expect(self, *texts: str) -> Characters:
-        """Skip white space, and take and return one of the given texts; NoCall for other text.
+        """Skip white space, and take and return any of the given texts; NoCall for other text.
 
         None of the texts may be the beginning of another one.
         """
@@ -107,7 +107,7 @@ class CharacterReader:
     # at the character after it, which `_value` returns; for other values it returns "".
 
     def json_value(self, char: str, receive: Callable[[str], object] | None = None) -> Characters:
-        """Take a JSON value, whose first character is `char`; NoCall if it is invalid.
+        """Take a JSON value, whose first character is `char`; NoCall for invalid JSON.
 
         Returns the value's text or, with `receive`, passes each character to it and returns "".
         """
@@ -167,7 +167,7 @@ class CharacterReader:
                     self._keep_only("0123456789abcdefABCDEF", (yield from self.take()))
 
     def _number(self, char: str) -> Characters:
-        """Take a number; return the character after it."""
+        """Take a number; return the next character."""
         number = ""
         while char and char in "0123456789+-.eE" and len(number) < _MOST_DIGITS:
             number += char
@@ -186,7 +186,7 @@ class CharacterReader:
         return char
 
     def _keep_only(self, allowed: str, char: str) -> None:
-        """Keep a character of the value if it is allowed; otherwise raise NoCall."""
+        """Keep an allowed character of the value; raise NoCall for any other character."""
         if not char or char not in allowed:
             self.stop(char)
         self._keep(char)

@@ -72,7 +72,7 @@ def encode_answer(
 
 
 def _drop_space(text: str) -> str:
-    """Remove all white space from a text, because templates may strip some of it."""
+    """Remove all white space from a text, because templates may strip some."""
     return "".join(text.split())
 
 
@@ -88,7 +88,7 @@ def _mask_of_template(
     tools: Sequence[Tool] | None,
     ids: Sequence[int],
 ) -> list[bool] | None:
-    """Return the template's mask of answer tokens; None if it has no ``{% generation %}`` blocks.
+    """Return the template's mask of answer tokens; None without ``{% generation %}`` blocks.
 
     Raises UsageError if transformers encodes the chat to other ids than `ids`.
     """
@@ -264,6 +264,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _imitation_error() -> UsageError:
+    """Return the error for a special token in the text of a message."""
     return UsageError(
         "a message contains the text of a special token, which this model's chat template can't "
         "distinguish from its own",
@@ -313,7 +314,7 @@ def _render(
 def _conversation(
     messages: Sequence[ChatMessage], *, in_parts: bool = False
 ) -> list[dict[str, Any]]:
-    """Return messages in the form that transformers passes to templates."""
+    """Return messages in the form of transformers' templates."""
     # Calls get new ids, because Mistral's templates accept only ids of nine letters and digits.
     names = {call.id: call.name for message in messages for call in message.calls if call.id}
     ids = {call_id: f"call{number:05}" for number, call_id in enumerate(names)}
@@ -346,7 +347,7 @@ def _parts(message: ChatMessage) -> list[dict[str, str]]:
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool) -> str:
-    """Return the tokenizer's template; raise CheckpointError without one, or if it is too long."""
+    """Return the tokenizer's template; raise CheckpointError for a missing or too long template."""
     try:
         template = tokenizer.get_chat_template(tools=[{}] if has_tools else None)
     except ValueError as error:
@@ -360,11 +361,12 @@ def _template(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool) -> str:
 
 
 def _why(error: BaseException) -> str:
+    """Return the text of an error, or its type if there is no text; cut to a maximum length."""
     return (str(error) or type(error).__name__)[:_MOST_WHY_CHARACTERS]
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Encode trusted text; special tokens in it become special tokens."""
+    """Encode trusted text; special tokens in the text become special tokens."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False)
     return ids
 

@@ -69,7 +69,7 @@ class ChatGLMTokenizer(PreTrainedTokenizerFast):
         return encoded if return_dict else encoded["input_ids"]
 
     def _chat_ids(self, chat: Chat, tools: Sequence[Described] | None, is_open: bool) -> list[int]:
-        """Encode one chat; `is_open` adds the beginning of an answer."""
+        """Encode a chat; `is_open` adds the beginning of an answer."""
         form = chat_format(self, {"model_type": "chatglm"})
         assert isinstance(form, ChatGLM2Format | ChatGLM3Format | GLM4Format)
         messages = [read_message(message) for message in chat]

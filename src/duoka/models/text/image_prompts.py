@@ -65,7 +65,7 @@ def images_of(messages: Sequence[ChatMessage]) -> list[Image.Image]:
 
 
 def joined_pictures(prompts: Sequence[ImagePrompt], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Concatenate the image tensors of a batch of prompts, with floating-point ones in a dtype."""
+    """Concatenate the image tensors of a batch of prompts; cast floating-point ones to a dtype."""
     joined = {
         name: torch.cat([prompt.pictures[name] for prompt in prompts])
         for name in prompts[0].pictures
@@ -106,7 +106,7 @@ class ImageFormat:
         return sum(value.numel() for value in tensors.values() if value.is_floating_point())
 
     def _process(self, processor: Any, **inputs: Any) -> dict[str, Tensor]:
-        """Call a processor and return its tensors; raise UsageError if it rejects the images."""
+        """Call a processor and return its tensors; raise UsageError for rejected images."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # transformers' own about NumPy
@@ -120,7 +120,7 @@ class ImageFormat:
 
 
 class SquareImages(ImageFormat):
-    """The image format of GLM-4V: every image is scaled to one size and number of tokens."""
+    """The image format of GLM-4V: all images are scaled to the same size and number of tokens."""
 
     def __init__(self, config: Mapping[str, Any], directory: Path) -> None:
         parsed = GLM4VConfig.from_dict(dict(config))
@@ -151,7 +151,7 @@ class PromptImages(ImageFormat):
         return cls(directory, tokenizer, model_type) if directory and is_known else None
 
     def prompt(self, text: str, images: Sequence[Image.Image]) -> ImagePrompt:
-        """Encode a text that has a placeholder for each image."""
+        """Encode a text with a placeholder for each image."""
         batch = self._process(
             self.processor, text=[text], images=[list(images)], add_special_tokens=False
         )
@@ -168,7 +168,7 @@ class PromptImages(ImageFormat):
 
 
 def image_settings(processor_class: Any) -> dict[str, Any]:
-    """Return the defaults that a processor class has for its image processor."""
+    """Return a processor class's defaults for its image processor."""
     if getattr(processor_class, "is_dummy", False):  # transformers' stand-in without a library
         return {}
     stated = getattr(processor_class, "images_kwargs", None)
@@ -193,7 +193,7 @@ def _load_processor(directory: Path, tokenizer: PreTrainedTokenizerBase, model_t
 
 
 def _load_square_processor(directory: Path, side: int) -> Any:
-    """Load the checkpoint's image processor; without settings CLIP's, for one image size.
+    """Load the checkpoint's image processor; without settings CLIP's, for a fixed image size.
 
     GLM-4V's published tokenizer does the same as CLIP's, without cropping.
     """

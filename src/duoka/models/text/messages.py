@@ -70,7 +70,7 @@ class ChatMessage:
 
 
 def refuse_half_pairs(text: str, what: str) -> None:
-    """Raise UsageError if a text, named `what`, has an unpaired surrogate: it can't be encoded."""
+    """Raise UsageError for a text with an unpaired surrogate, which no tokenizer can encode."""
     if _LONE_SURROGATE.search(text):
         raise UsageError(
             f"{what} is not valid text: it contains an unpaired surrogate",
@@ -109,7 +109,7 @@ def read_message(message: object) -> ChatMessage:
 
 
 def _joined_texts(parts: Sequence[Any]) -> str:
-    """Join the texts of a content that is a list of parts; refuse parts other than text."""
+    """Join the texts of a content given as parts; refuse parts other than text."""
     joined = ""
     for part in parts:
         fields = part if isinstance(part, Mapping) else {}
@@ -121,7 +121,7 @@ def _joined_texts(parts: Sequence[Any]) -> str:
 
 
 def read_tool_call(call: Any) -> ToolCall:
-    """Read a call in OpenAI's form, or the "function" of one; arguments may be a JSON string."""
+    """Read a call in OpenAI's form, or its "function"; arguments may be a JSON string."""
     try:
         function = call.get("function", call)
         name, arguments = function["name"], function["arguments"]

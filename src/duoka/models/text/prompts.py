@@ -68,11 +68,11 @@ class ChatFormat(ABC):
     @property
     @abstractmethod
     def stop_ids(self) -> tuple[int, ...]:
-        """The ids of tokens that end an answer."""
+        """The ids of tokens at the end of an answer."""
 
     @property
     def content_start(self) -> tuple[int, ...]:
-        """The ids that an answer has before its content."""
+        """The ids between a prompt and the content of its answer."""
         return ()
 
     @cached_property
@@ -158,7 +158,7 @@ class _RoleFormat(ChatFormat):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """The end of text, and the roles of user and tools, which begin the next message."""
+        """The end of text, and the roles of user and tools at the beginning of the next message."""
         names = (self._end, "<|user|>", "<|observation|>")
         return tuple(special_id(self.tokenizer, name) for name in names)
 
@@ -256,7 +256,7 @@ class GLM4Format(_RoleFormat):
 
 
 def _json(value: object) -> str:
-    """Write a description of tools as JSON; raise UsageError if it isn't JSON."""
+    """Write a description of tools as JSON; raise UsageError if impossible."""
     try:
         return json.dumps(value, ensure_ascii=False, indent=4)
     except (TypeError, ValueError) as error:
@@ -316,7 +316,7 @@ class ChatGLM2Format(ChatFormat):
 
 
 class TemplateFormat(ChatFormat):
-    """The chat format of other models: the tokenizer's chat template, or plain text without one."""
+    """The chat format of other models: the tokenizer's chat template, if any, or plain text."""
 
     images: PromptImages | None
     stop_ids: tuple[int, ...] = ()
@@ -368,12 +368,12 @@ class TemplateFormat(ChatFormat):
 
 
 def has_template(chat: ChatFormat) -> bool:
-    """Return True if a format writes the roles of messages, False if it only joins texts."""
+    """Return True if a format writes the roles of messages, instead of only joining texts."""
     return not isinstance(chat, TemplateFormat) or chat.tokenizer.chat_template is not None
 
 
 def why_untold(chat: ChatFormat, system: str) -> str:
-    """Return the reason why a model can't get a system message; empty if it can."""
+    """Return the reason why a model can't get a system message; empty if there is no reason."""
     question = ChatMessage(role="user", content="?")
     try:
         is_left_out = chat.prompt([ChatMessage(role="system", content=system), question]) == (

@@ -1,4 +1,4 @@
-"""The bytes of single tokens, including tokens with a part of a character, which have no text.
+"""The bytes of single tokens, including tokens with only a part of a character.
 
 Two kinds of vocabularies have such tokens. Byte-level vocabularies (GPT-2) represent each byte by a
 printable character. SentencePiece has tokens such as ``<0xE2>`` for bytes of unknown characters.
@@ -62,7 +62,7 @@ def _list_steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _find_space(decoders: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return the text that a SentencePiece vocabulary has for a space; None in other ones."""
+    """Return a SentencePiece vocabulary's text for a space; None for other vocabularies."""
     if "Metaspace" in decoders:
         return str(decoders["Metaspace"]["replacement"])
     replaced = decoders.get("Replace", {})

@@ -30,7 +30,7 @@ def load_tokenizer(
     native: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast,
     tokenizer_class: Any = None,
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint's directory without running code from it.
+    """Load the tokenizer of a checkpoint's directory without running the directory's code.
 
     A tokenizer of the ChatGLM family, published or saved, gets the class `native`. A checkpoint
     with remote code that the user trusts gets `tokenizer_class`, the imported class.
@@ -58,7 +58,7 @@ def load_tokenizer(
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of a library's error, which may be long; its type if it is empty."""
+    """Return the first line of a library's error; for an error without text, its type."""
     return next(filter(None, str(error).splitlines()), type(error).__name__)
 
 
@@ -103,7 +103,7 @@ def _chatglm_tokenizer(vocabulary: Path, config: Mapping[str, Any]) -> dict[str,
 
 
 class _Owned:
-    """Holds a tokenizer backend, and returns it on deep copies, which would take seconds."""
+    """Holds a tokenizer backend, and returns the backend itself on slow deep copies."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self.backend = backend

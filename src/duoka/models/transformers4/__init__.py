@@ -1,4 +1,4 @@
-"""The interface of transformers 4, for remote code that was written for it (legacy code).
+"""The interface of transformers 4 for remote code of its time (legacy code).
 
 `remote_code` runs legacy code with a namespace of its own; other code isn't affected. Comments name
 the version in which transformers changed.

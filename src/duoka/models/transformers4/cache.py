@@ -16,7 +16,7 @@ class LegacyCache(DynamicCache):
 
     @classmethod
     def from_legacy_cache(cls, past_key_values: LayerStates | None = None) -> LegacyCache:
-        """Create a cache from the tuples that an earlier call returned."""
+        """Create a cache from the tuples of an earlier call."""
         cache = cls()
         for layer, (keys, values) in enumerate(past_key_values or ()):
             cache.update(keys, values, layer)

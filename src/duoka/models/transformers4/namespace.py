@@ -1,4 +1,4 @@
-"""The namespace in which modules of legacy code run: replaced imports and builtins."""
+"""The namespace of modules of legacy code: replaced imports and builtins."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def _script(function: T, *_: Any, **__: Any) -> T:
-    """Return a function as it is instead of compiling it: TorchScript lacks virtual GPUs."""
+    """Return a function uncompiled, because TorchScript doesn't support virtual GPUs."""
     return function
 
 
@@ -126,7 +126,7 @@ def _import(
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names that code and its nested functions use."""
+    """Yield the names used by code and its nested functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -155,7 +155,7 @@ class _WrappedModule(ModuleType):
 
 
 def _wrap(value: T, gone: set[str]) -> T | _WrappedModule:
-    """Wrap a module of transformers, or one with replaced names; return other values unchanged."""
+    """Wrap modules of transformers, or with replaced names; return other values unchanged."""
     if isinstance(value, ModuleType):
         name = value.__name__
         if name in _TORCH or name.partition(".")[0] == "transformers":
@@ -194,7 +194,7 @@ class _Gone(type):
 
 
 class _TypeOfType(type):
-    """Makes `type(x)` return `Tensor` or `Parameter` for a virtual tensor, as for one on CUDA."""
+    """Makes `type(x)` return `Tensor` or `Parameter` for virtual tensors, as for CUDA tensors."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is not _Type:  # a metaclass defined in legacy code

@@ -133,7 +133,7 @@ class Dataset:
         return f"{self.files[self.file_numbers[sample]]}:{self.lines[sample]}"
 
     def save(self, path: Path) -> None:
-        """Write the samples, without bad rows, to a file that all processes map into memory."""
+        """Write the samples, without bad rows, to a file for all processes to map into memory."""
         arrays = {name: from_numpy(getattr(self, name)) for name in _ARRAYS}
         about = json.dumps({"files": self.files, "seq_length": self.seq_length})
         save_file(arrays, path, {"about": about})
@@ -212,7 +212,7 @@ class _Collector:
         self._file_numbers, self._lines = array("i"), array("q")
 
     def take(self, row: DataRow, file_number: int, file: str) -> None:
-        """Add all samples of a row; if one is unusable, add a bad row instead."""
+        """Add all samples of a row, or a bad row if any sample is unusable."""
         self.num_rows += 1
         num_samples, num_tokens = len(self.ends), len(self._ids)
         reason = row.problem
@@ -241,7 +241,7 @@ class _Collector:
         return row_samples(content, self._chat, self._seq_length, self._train_on)
 
     def _add(self, sample: TrainingSample) -> None:
-        """Append a sample; raise UsageError if it is too long or has no trained token."""
+        """Append a sample; raise UsageError for too long samples, or without a trained token."""
         ids, is_trained = sample
         if len(ids) > self._seq_length:
             raise UsageError(

@@ -29,7 +29,7 @@ _DAMAGED = "the table can't be read from here on"
 
 
 class DataRow(NamedTuple):
-    """The content of a row and its line, or the problem that makes the row unreadable."""
+    """The content of a row and its line, or the reason why the row is unreadable."""
 
     line: int
     value: Mapping[str, Any] | Document

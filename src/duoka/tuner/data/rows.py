@@ -79,13 +79,13 @@ class PromptCompletion:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text to train; `pieces` together are the text, which may be read lazily."""
+    """A text to train; `pieces` together are the text, and may be read lazily."""
 
     pieces: Iterable[str]
 
 
 def read_row(row: Mapping[str, Any]) -> Chat | PromptCompletion | Document:
-    """Read a row in the form that its keys tell; raise UsageError if it is unknown or damaged."""
+    """Read a row in the form indicated by its keys; raise UsageError for unknown forms."""
     for key, is_learnt in _marks(row).items():
         if not is_learnt:
             raise UsageError(f"{key!r} is {row[key]}: the row is marked as not trained")
@@ -120,7 +120,7 @@ def _words(key: object) -> set[str]:
 #   "chosen": "…", "rejected": "…"    preference data     refused: another method of training
 #   "id": 7, "source": "web"          none of the words   ignored
 def _marks(fields: Mapping[str, Any]) -> dict[str, bool]:
-    """Return the keys of a row or message that mark it as trained or not, with their values.
+    """Return the keys that mark a row or message as trained or not, with their values.
 
     Raises UsageError for preference data, media, masks, and values other than true and false.
     """
@@ -268,7 +268,7 @@ def _list_of(value: Any, key: str) -> Sequence[Any]:
 
 
 def _json(value: Any) -> Any:
-    """Return a value, parsed from JSON if it is a string."""
+    """Return a value; parse a string as JSON."""
     if not isinstance(value, str):
         return value
     try:
@@ -278,7 +278,7 @@ def _json(value: Any) -> Any:
 
 
 def _text(row: Mapping[str, Any], key: str) -> str:
-    """Return the value of a key; raise UsageError if it isn't valid text."""
+    """Return the value of a key; raise UsageError unless the value is valid text."""
     text = row[key]
     if not isinstance(text, str):
         raise UsageError(f"{key!r} is not a string, but of type {type(text).__name__}")
@@ -287,7 +287,7 @@ def _text(row: Mapping[str, Any], key: str) -> str:
 
 
 def _nonempty_text(row: Mapping[str, Any], key: str) -> str:
-    """Return the value of a key; raise UsageError if it isn't text, or is blank."""
+    """Return the value of a key; raise UsageError unless the value is text, and not blank."""
     text = _text(row, key)
     if not text.strip():
         raise UsageError(f"{key!r} is empty")

@@ -33,7 +33,7 @@ def row_samples(
 def chat_samples(
     row: Chat, chat: ChatFormat, seq_length: int, train_on: TrainOn
 ) -> list[TrainingSample]:
-    """Return the samples of a conversation: each answer follows the prompt it would have had.
+    """Return the samples of a conversation: each answer follows its own generation prompt.
 
     Several answers share a sample if the prompt of each begins with the sample so far. Otherwise a
     new sample begins: the template drops earlier reasoning, say, or ends an answer differently. A
@@ -117,7 +117,7 @@ def _document_samples(
 
 
 def _boundary_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
-    """Return the tokens that a tokenizer puts before a text, and its end-of-text token."""
+    """Return a tokenizer's tokens before a text, and its end-of-text token."""
     end = tokenizer.eos_token_id
     if not isinstance(end, int):
         raise CheckpointError("the tokenizer has no token that ends a text")
