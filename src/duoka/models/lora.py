@@ -131,9 +131,9 @@ def native_form(adapter: LoraAdapter, config: Mapping[str, Any]) -> LoraAdapter:
                     f"the adapter doesn't match this model: {name} has {len(layer.up)} rows, and "
                     f"{sum(rows)} are needed"
                 )
-            around = _rename_parts(name.removesuffix(_FUSED), RENAMED)
+            prefix = _rename_parts(name.removesuffix(_FUSED), RENAMED)
             for part, up in zip(_PARTS, layer.up.split(rows), strict=True):
-                layers[f"{around}{part}"] = replace(layer, up=up)
+                layers[f"{prefix}{part}"] = replace(layer, up=up)
         else:
             layers[_rename_parts(name, RENAMED)] = layer
     return replace(adapter, layers=layers)
@@ -149,10 +149,10 @@ def published_form(adapter: LoraAdapter, config: Mapping[str, Any]) -> LoraAdapt
         if part is None:
             layers[_rename_parts(name, _PUBLISHED)] = layer
             continue
-        around = name.removesuffix(part)
-        fused = f"{_rename_parts(around, _PUBLISHED)}{_FUSED}"
+        prefix = name.removesuffix(part)
+        fused = f"{_rename_parts(prefix, _PUBLISHED)}{_FUSED}"
         if fused not in layers:
-            parts = [adapter.layers.get(f"{around}{end}") for end in _PARTS]
+            parts = [adapter.layers.get(f"{prefix}{end}") for end in _PARTS]
             layers[fused] = _fuse(parts, _count_rows(config))
     return replace(adapter, layers=layers)
 

@@ -43,7 +43,7 @@ from .optimizer_states import drop_states, make_states, optimizer_tensors, set_n
 from .write_errors import first_failure, name_write_errors
 
 T = TypeVar("T")
-_ROOM = (
+_HINT = (
     "free disk space, get the permission, or use another directory; earlier checkpoints are intact"
 )
 _MANIFEST = "checkpoint.json"
@@ -127,7 +127,7 @@ class TrainingCheckpoints:
         path = self.path(step)
         if step == self._newest:
             return path
-        with name_write_errors(f"the training checkpoint {path}", _ROOM), ExitStack() as directory:
+        with name_write_errors(f"the training checkpoint {path}", _HINT), ExitStack() as directory:
             partial = self._agree(lambda: self._begin(path, directory))[0]
             assert partial is not None
             self._write(partial, {**parameters, **optimizer_tensors(parameters, optimizer)})

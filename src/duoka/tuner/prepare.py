@@ -35,7 +35,7 @@ from .run import RunDirectory
 from .settings import TuneSettings
 from .suggestions import with_suggestions
 
-_MULTIPLE = 8  # the sequence length is rounded up to a multiple, which is fast on tensor cores
+_LENGTH_MULTIPLE = 8  # sequence lengths are rounded up to a multiple, for tensor cores
 NumReplicas = int | Literal["auto"]
 
 
@@ -101,7 +101,7 @@ def prepare(
     if adapter is not None:
         native_adapter = native_form(read_adapter(adapter), checkpoint.config)
         settings = settings.starting_from(native_adapter)
-    workload = _refuse_other(plan, checkpoint, settings) if plan else settings.workload(checkpoint)
+    workload = _check_plan(plan, checkpoint, settings) if plan else settings.workload(checkpoint)
     if native_adapter is not None:
         _refuse_unfit_adapter(native_adapter, checkpoint, workload)
     datasets = [
@@ -112,7 +112,7 @@ def prepare(
     if plan is None and settings.seq_length is None and not settings.packing:
         # The longest sample decides the sequence length.
         num_tokens = max(int(dataset.lengths.max()) for dataset in datasets)
-        length = min(-(-num_tokens // _MULTIPLE) * _MULTIPLE, datasets[0].seq_length)
+        length = min(-(-num_tokens // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE, datasets[0].seq_length)
         settings = replace(settings, seq_length=length)
         datasets = [replace(dataset, seq_length=length) for dataset in datasets]
     if settings.packing:
@@ -156,7 +156,7 @@ def _refuse_unfit_adapter(adapter: LoraAdapter, checkpoint: Checkpoint, workload
     fill_adapter(model, adapter)
 
 
-def _refuse_other(plan: Plan, checkpoint: Checkpoint, settings: TuneSettings) -> Workload:
+def _check_plan(plan: Plan, checkpoint: Checkpoint, settings: TuneSettings) -> Workload:
     """Return the workload of a given plan; raise UsageError for a plan of another run."""
     training = plan.workload.training
     if training is None or plan.workload.images:

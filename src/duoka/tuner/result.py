@@ -40,7 +40,7 @@ from duoka.runtime.load.sources import Reader, Source, list_sources
 from .settings import KeyNames
 from .write_errors import name_write_errors
 
-_ROOM = "free disk space, get the permission, or use another directory"
+_WRITE_HINT = "free disk space, get the permission, or use another directory"
 _SHARD_BYTES = 5 * 10**9
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
 
@@ -65,7 +65,7 @@ def write_adapter(
     the published code, which vLLM uses too. The two differ for the ChatGLM family only. After a
     MachineError no files are left.
     """
-    ends_suffice = _is_on_all(adapter, base)
+    ends_suffice = _ends_are_unique(adapter, base)
     if names == "original":
         adapter = published_form(adapter, base.config)
     tensors = {
@@ -73,12 +73,12 @@ def write_adapter(
         for name, layer in adapter.layers.items()
         for key, value in layer.tensors.items()
     }
-    with name_write_errors(directory, _ROOM), whole_directory(directory) as place:
+    with name_write_errors(directory, _WRITE_HINT), whole_directory(directory) as place:
         _peft_config(adapter, base, ends_suffice=ends_suffice).save_pretrained(place)
         _save(tensors, place / "adapter_model.safetensors")
 
 
-def _is_on_all(adapter: LoraAdapter, base: Checkpoint) -> bool:
+def _ends_are_unique(adapter: LoraAdapter, base: Checkpoint) -> bool:
     """Return True if the last parts of names identify the adapted modules.
 
     Then peft's ``target_modules`` can list parts such as ``q_proj``: no other modules have them.
@@ -93,7 +93,8 @@ def _is_on_all(adapter: LoraAdapter, base: Checkpoint) -> bool:
 def _peft_config(adapter: LoraAdapter, base: Checkpoint, *, ends_suffice: bool) -> Any:
     """Create peft's configuration of an adapter.
 
-    Ranks and scalings that differ from those of most layers go into patterns by name.
+    With `ends_suffice` modules are listed by the last parts of their names. Ranks and scalings that
+    differ from those of most layers go into patterns by name.
     """
     from peft import LoraConfig
 
@@ -165,12 +166,12 @@ def write_merged(
     changes = _Changes(model, adapter, parameters or {})
     changes.refuse_unplaced(recipe)
     with (
-        name_write_errors(directory, _ROOM),
+        name_write_errors(directory, _WRITE_HINT),
         whole_directory(directory) as place,
         Reader() as reader,
         torch.no_grad(),
     ):
-        (_write_native_frame if is_native else _copy_frame)(place, base)
+        (_write_native_files if is_native else _copy_other_files)(place, base)
         outputs = _native_outputs if is_native else _published_outputs
         _write_shards(place, outputs(recipe, sources, changes, reader))
 
@@ -294,7 +295,7 @@ def _native_outputs(
 # ── files ──
 
 
-def _copy_frame(directory: Path, base: Checkpoint) -> None:
+def _copy_other_files(directory: Path, base: Checkpoint) -> None:
     """Copy every file of a checkpoint except its weights."""
     assert base.folder is not None, "it has weights"
     for name in base.folder.names():
@@ -304,7 +305,7 @@ def _copy_frame(directory: Path, base: Checkpoint) -> None:
             shutil.copyfile(base.folder.fetch(name), target)
 
 
-def _write_native_frame(directory: Path, base: Checkpoint) -> None:
+def _write_native_files(directory: Path, base: Checkpoint) -> None:
     """Write the settings and tokenizer of a ChatGLM checkpoint in the form of `GlmForCausalLM`."""
     assert base.folder is not None, "it has weights"
     parsed: Any = resolve(base.config)[0]

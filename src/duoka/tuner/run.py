@@ -35,8 +35,8 @@ _FORMAT = "duoka.run"
 _VERSION = 1
 _MOST_BYTES = 2**28
 _MOST_OWNER_CHARACTERS = 100
-_ANEW = "start a new run in another directory"
-_ROOM = "free disk space or get the permission; then continue with --resume"
+_NEW_RUN = "start a new run in another directory"
+_WRITE_HINT = "free disk space or get the permission; then continue with --resume"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +147,7 @@ class RunDirectory:
         try:
             text = read_text(self._run, most_bytes=_MOST_BYTES)
         except (OSError, ValueError) as error:
-            raise FormatError(f"{self._run} can't be read: {why(error)}", hint=_ANEW) from error
+            raise FormatError(f"{self._run} can't be read: {why(error)}", hint=_NEW_RUN) from error
         content = parse_json_object(text, str(self._run))
         try:
             if (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
@@ -157,7 +157,7 @@ class RunDirectory:
                 raise FormatError("it has no plan, or one that isn't for training")
             settings = from_dict(TuneSettings, content.get("settings"))
         except (TypeError, FormatError) as error:
-            raise FormatError(f"{self._run}: {error}", hint=_ANEW) from error
+            raise FormatError(f"{self._run}: {error}", hint=_NEW_RUN) from error
         trusts = content.get("trust_remote_code") is True
         return TuneJob(settings=settings, plans=plans, trust_remote_code=trusts)
 
@@ -165,13 +165,13 @@ class RunDirectory:
     def new_result(self, name: str) -> Iterator[Path]:
         """Yield a temporary path for a result; on success the result replaces an earlier result."""
         path, place, old = (self.path / f"{prefix}{name}" for prefix in ("", ".new-", ".old-"))
-        with name_write_errors(path, _ROOM):
+        with name_write_errors(path, _WRITE_HINT):
             if old.exists() and not path.exists():  # killed between the two renames below
                 old.rename(path)
         for leftover in (place, old):  # left by a process that was killed
             shutil.rmtree(leftover, ignore_errors=True)
         yield place
-        with name_write_errors(path, _ROOM):
+        with name_write_errors(path, _WRITE_HINT):
             if path.exists():
                 path.rename(old)
             place.rename(path)
@@ -191,7 +191,7 @@ class RunDirectory:
         is_new = not self.path.is_dir()
         if is_new:
             self.refuse_used()
-        with name_write_errors(self._lock, _ROOM):
+        with name_write_errors(self._lock, _WRITE_HINT):
             self.path.mkdir(parents=True, exist_ok=True)
             file = self._lock.open("a+", encoding="utf-8")
         with file:
@@ -226,7 +226,7 @@ class RunDirectory:
     def note(self, metrics: Mapping[str, Any]) -> None:
         """Append the metrics of a step or an evaluation to ``metrics.jsonl``."""
         with (
-            name_write_errors(self.metrics, _ROOM),
+            name_write_errors(self.metrics, _WRITE_HINT),
             self.metrics.open("a", encoding="utf-8") as file,
         ):
             file.write(json.dumps(metrics) + "\n")
@@ -274,5 +274,5 @@ class RunDirectory:
 
 def _write(path: Path, text: str) -> None:
     """Write a whole file; raise MachineError with a hint on failure."""
-    with name_write_errors(path, _ROOM):
+    with name_write_errors(path, _WRITE_HINT):
         write_whole(path, text)

@@ -34,7 +34,7 @@ _RATES: dict[TuneMethod, float] = {"lora": 1e-4, "qlora": 1e-4, "full": 1e-5}
 _WARMUP_SHARE = 0.03
 _LARGEST_SEED = 2**32 - 1  # torch's CPU generator uses only 32 bits of a seed
 # The minimum of each integer setting; those in `_OPTIONAL` may be None.
-_LEAST = {
+_MINIMA = {
     **dict.fromkeys(("seq_length", "batch", "micro_batch", "epochs", "steps", "keep"), 1),
     **dict.fromkeys(("lora_rank", "lora_alpha"), 1),
     **dict.fromkeys(("warmup", "save_every", "eval_every", "seed"), 0),
@@ -141,7 +141,7 @@ class TuneSettings:
             "eval_data": _texts("eval_data", self.eval_data),
             "lora_target": _texts("lora_target", self.lora_target),
         }
-        for name, minimum in _LEAST.items():
+        for name, minimum in _MINIMA.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
                 plain[name] = whole_number(name, value, minimum)

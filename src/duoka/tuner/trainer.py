@@ -124,9 +124,9 @@ class Trainer:
         waited += time.perf_counter() - passed
         self._gradients.reduce(self._part.trained)
         stops = self.is_asked_to_stop
-        gathered = _gather([sum(losses), self._squares(), waited, *self._peaks(), stops])
+        gathered = _gather([sum(losses), self._squared_norm(), waited, *self._peaks(), stops])
         self._refuse_nonfinite_loss(number, micro_batches, losses, gathered[:, 0])
-        norm = self._norm(gathered)
+        norm = self._total_norm(gathered)
         self._refuse_nonfinite_norm(number, norm)
         is_skipped = self._advance(norm, rate)
         seconds = time.perf_counter() - begin
@@ -215,7 +215,7 @@ class Trainer:
         """Return the existing gradients of this process's trained parameters."""
         return [p.grad for p in self._part.trained.values() if p.grad is not None]
 
-    def _squares(self) -> float:
+    def _squared_norm(self) -> float:
         """Return the squared norm of this process's gradients, without the loss scale."""
         gradients = self._gradients_here()
         if not gradients:
@@ -227,7 +227,7 @@ class Trainer:
         peak = devices.peak_bytes(self._part.device)
         return (0, 0) if peak is None else (peak.allocated_bytes, peak.reserved_bytes)
 
-    def _norm(self, gathered: Tensor) -> float:
+    def _total_norm(self, gathered: Tensor) -> float:
         """Return the norm of the whole model's gradients, equal in every replica."""
         ranks = [self._layout.rank(0, name) for name in self._layout.plans[0].devices]
         return math.sqrt(float(gathered[ranks, 1].sum()))

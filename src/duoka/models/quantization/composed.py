@@ -148,8 +148,8 @@ class StoredWeight(Composed):
     @classmethod
     def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a product, with weights unpacked for its duration."""
-        args = tuple(_unpacked(arg) for arg in args)
-        return func(*args, **{name: _unpacked(arg) for name, arg in kwargs.items()})
+        args = tuple(_unpack(arg) for arg in args)
+        return func(*args, **{name: _unpack(arg) for name, arg in kwargs.items()})
 
     @classmethod
     def viewed(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -163,7 +163,7 @@ class StoredWeight(Composed):
         return StoredWeight(weight.tensors, shown.shape, weight.dtype)
 
 
-def _unpacked(value: Any) -> Any:
+def _unpack(value: Any) -> Any:
     """Allocate the unpacked weight in its dtype; for a stack, a single expert, expanded."""
     if not isinstance(value, StoredWeight):
         return value

@@ -45,7 +45,7 @@ _TILES = 8  # `inner_k_tiles` of the tensor-core layout; torchao uses no other v
 _TILED, _OPAQUE = "Int4TilePackedTo4dTensor", "Int4OpaqueTensor"
 _SCHEMES: dict[str, Scheme] = {"Int8Tensor": "int8", "Nf4Weight": "nf4"}
 _SCHEMES |= {_TILED: "int4", _OPAQUE: "int4"}
-_MADE_FROM = "_duoka_made_from"
+_DTYPE_ATTRIBUTE = "_duoka_made_from"
 _TESTED = {"torch": "2.11 and 2.13", "torchao": "0.18", "bitsandbytes": "0.50"}
 
 
@@ -117,13 +117,13 @@ def scheme_of(tensor: Tensor) -> Scheme:
 
 def computes_in(tensor: Tensor) -> torch.dtype:
     """Return the dtype from which a weight was quantized; its own dtype may differ (int4)."""
-    dtype: torch.dtype = getattr(tensor, _MADE_FROM, tensor.dtype)
+    dtype: torch.dtype = getattr(tensor, _DTYPE_ATTRIBUTE, tensor.dtype)
     return dtype
 
 
 def let_compute_in(tensor: Tensor, dtype: torch.dtype) -> None:
     """Record the dtype from which a weight was quantized, as an attribute of the tensor."""
-    setattr(tensor, _MADE_FROM, dtype)
+    setattr(tensor, _DTYPE_ATTRIBUTE, dtype)
 
 
 def group_of(columns: int) -> int:

@@ -277,15 +277,15 @@ class AnswerReader(CallReader):
         else:
             self._emit(text)
 
-    def _scan(self, markers: tuple[str, ...], say: Callable[[str], None]) -> Characters:
-        """Pass text up to the next marker to `say`; return the marker, or "" at the end."""
+    def _scan(self, markers: tuple[str, ...], emit: Callable[[str], None]) -> Characters:
+        """Pass text up to the next marker to `emit`; return the marker, or "" at the end."""
         # `text` is a proper prefix of a marker, and held back; with "<tool_call>" and "<think>":
         #     "a"    is passed on at once        "<t"  is held back until "o" or "h" follows
         #     "<tx"  begins no marker, so "<" is passed on; then "t", then "x"
         text = ""
         self._first_characters = _match_first(markers)
         while True:
-            self._add_plain = None if text or self._again else say
+            self._add_plain = None if text or self._again else emit
             char = yield from self.take()
             self._add_plain = None
             self.forget()
@@ -293,11 +293,11 @@ class AnswerReader(CallReader):
                 break
             text += char
             while text and not any(marker.startswith(text) for marker in markers):
-                say(text[0])
+                emit(text[0])
                 text = text[1:]
             if text in markers:
                 return text
-        say(text)
+        emit(text)
         return ""
 
     def _reason(self) -> Script:

@@ -102,13 +102,13 @@ def read_message(message: object) -> ChatMessage:
         content = ""
     return ChatMessage(
         role=role,
-        content=_joined_texts(content) if isinstance(content, list) else content,
+        content=_join_texts(content) if isinstance(content, list) else content,
         metadata=message.get("metadata") or "",
         calls=tuple(map(read_tool_call, calls)),
     )
 
 
-def _joined_texts(parts: Sequence[Any]) -> str:
+def _join_texts(parts: Sequence[Any]) -> str:
     """Join the texts of a content given as parts; refuse parts other than text."""
     joined = ""
     for part in parts:

@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..cache_argument import cache_in
 
 _PREPARE = "prepare_inputs_for_generation"
-_TAKEN_APART = re.compile(r"\w+\s*,\s*\w+\s*=\s*self\._extract_past_from_model_output")
+_UNPACKING_CALLER = re.compile(r"\w+\s*,\s*\w+\s*=\s*self\._extract_past_from_model_output")
 
 
 class LegacyModel(PreTrainedModel, GenerationMixin):
@@ -66,7 +66,7 @@ class LegacyModel(PreTrainedModel, GenerationMixin):
         """
         cache = cache_in(outputs)
         caller = inspect.getsource(type(self)._update_model_kwargs_for_generation)
-        return ("past_key_values", cache) if _TAKEN_APART.search(caller) else cache
+        return ("past_key_values", cache) if _UNPACKING_CALLER.search(caller) else cache
 
     def _get_logits_warper(self, generation_config: Any, **_: Any) -> LogitsProcessorList:
         """Return an empty list: since 4.45 logits warpers are among the processors."""
