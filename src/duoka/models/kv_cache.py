@@ -56,7 +56,7 @@ def layer_tensors(cache: Any) -> list[dict[str, Any]]:
 
 
 def lengthen(cache: Any, tokens: int) -> bool:
-    """Lengthen a cache by `tokens` tokens for a measurement of memory; its contents become zeros.
+    """Lengthen a cache by `tokens` tokens without computing them; all contents become zeros.
 
     Returns False, with nothing changed, for a cache with layers of other types.
     """

@@ -327,7 +327,7 @@ def _write_native_files(directory: Path, base: Checkpoint) -> None:
             begin, after_role = affixes
             template = _TEMPLATE.replace("BEGIN", begin).replace("ROLE", after_role)
             tokenizer.chat_template = template
-            tokenizer.split_special_tokens = False  # the template writes roles as text
+            tokenizer.split_special_tokens = False  # the template's roles must become tokens
         tokenizer.save_pretrained(directory)
 
 
