@@ -1,19 +1,19 @@
-"""Models: built on meta from a configuration, and the origins of their tensors.
+"""Models: build them on the meta device, and map the tensors of checkpoints to their parameters.
 
-They know nothing of planning or hardware. Nothing is registered with transformers on import;
-`build` and `chatglm.register` do that on first use.
+This package knows nothing of planning or hardware. Nothing is registered with transformers on
+import; `build` and `chatglm.register` do that on first use.
 
-- `build`, `meta`: any class of transformers, or code that comes with a checkpoint
-- `remote_code`, `transformers4`: importing such code, and the names of transformers 4 for it
-- `flash_attention`: a stand-in for flash_attn, for such code
+- `build`, `meta`: models of any class of transformers, or of a checkpoint's remote code
+- `remote_code`, `transformers4`: import remote code, and provide transformers 4's interface to it
+- `flash_attention`: a replacement of flash_attn, for remote code
 - `chatglm`: ChatGLM2, ChatGLM3 and GLM-4 in their published format
-- `glm4v`, `eva_clip`, `image_tokens`: GLM-4V, its vision tower, and pictures in its prompts
-- `from_checkpoint`, `quantized_checkpoint`: a checkpoint → its model, in the form of its weights
+- `glm4v`, `eva_clip`, `image_tokens`: GLM-4V, its vision tower, and image tokens in prompts
+- `from_checkpoint`, `quantized_checkpoint`: a checkpoint → its model, with weights as stored
 - `conversion`, `boxes`: the boxes of a checkpoint's tensors that fill each parameter
-- `quantization`: weights in fewer bits; `lora`: adapters
+- `quantization`: quantized weights; `lora`: adapters
 - `trainable`, `chunked_loss`: trainable parameters, and the loss in chunks of tokens
-- `kv_cache`: the cache, by the kind that a workload names
-- `cache_argument`: the argument that takes the cache, by transformers' old and new name
+- `kv_cache`: KV caches, by the kind that a workload names
+- `cache_argument`: the cache argument of models, by transformers' old and new name
 - `text`: tokenizers, prompts, messages and chat templates
 """
 

@@ -1,15 +1,15 @@
-"""The boxes of tensors in a conversion, read off a run without data.
+"""Trace a conversion of tensors without data: the boxes of the sources that make each result.
 
-A conversion splits, joins, stacks and transposes tensors. A `CopyTracer` runs it on tensors of the
-meta device. Most operations return views there, whose offset and strides tell which box of which
-tensor they show. Joining, stacking and copying make new tensors; of these the tracer notes which
-view is filled with which operand. So a result is traced back, copy by copy, to boxes of sources:
+A conversion splits, joins, stacks and transposes tensors. A `CopyTracer` runs the conversion on the
+meta device. Most operations return views; offset and strides of a view tell its box of the viewed
+tensor. Joining, stacking and copying create new tensors, for which the tracer records the box that
+each operand fills. So a result can be traced back, copy by copy, to boxes of the sources:
 
     gate, up [2, 3] → stack → cat        made₂ [2, 4, 3]
     made₂[:, 0:2] ← made₁, made₁[0] ← gate₀, made₁[1] ← gate₁
     box of gate₁ (0:2, 0:3) → box of made₂ (1:2, 0:2, 0:3)
 
-Operations that move single elements about are not made of boxes and raise `IndescribableError`.
+Operations that permute single elements aren't made of boxes, and raise `IndescribableError`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 Box = tuple[tuple[int, int], ...]
-"""A half-open range for each dimension."""
+"""A part of a tensor: the half-open range (start, stop) of each dimension."""
 
 
 class IndescribableError(Exception):
@@ -32,9 +32,9 @@ class IndescribableError(Exception):
 class TensorCopy(NamedTuple):
     """A box of a checkpoint tensor, and the box of a parameter or buffer to fill with it.
 
-    `axes` has for each dimension of the target the source's dimension along it; None where the
-    target's box has extent 1, as along a stack of experts. Other dimensions of the source's box
-    have extent 1. While a conversion is traced the target has no name.
+    `axes` has, for each dimension of the target, the corresponding dimension of the source, or None
+    if the target's box has extent 1 there, as along a stack of experts. Dimensions of the source
+    that aren't in `axes` have extent 1 in its box. While a conversion is traced `target` is empty.
     """
 
     source: str
@@ -46,24 +46,24 @@ class TensorCopy(NamedTuple):
 
     @property
     def source_slices(self) -> tuple[slice, ...]:
-        """The box as an index, as tensors and safetensors' lazy slices take it."""
+        """The source's box as an index for a tensor, or for a lazy slice of safetensors."""
         return as_slices(self.source_box)
 
     def orient(self, part: Tensor) -> Tensor:
-        """Return a view of ``source[source_slices]`` with the dimensions of the target's box."""
+        """Permute ``source[source_slices]``, passed as `part`, to the shape of the target's box."""
         axes = [axis for axis in self.axes if axis is not None]
         dropped = [axis for axis in range(part.ndim) if axis not in axes]
         extents = [stop - start for start, stop in self.target_box]
         return part.permute((*axes, *dropped)).reshape(extents)
 
     def place(self, target: Tensor) -> Tensor:
-        """Return the copy's view of the parameter or buffer."""
+        """Return this copy's view of the parameter or buffer to fill."""
         return target[as_slices(self.target_box)]
 
     # Rows 4:8 of a source fill rows 0:4 of a target. Restricted to rows 6:10 of the source, the
     # copy has source rows 6:8 and target rows 2:4: both lose their first two rows.
     def restrict(self, box: Box) -> TensorCopy | None:
-        """Return the part of the copy whose source lies in a box; None where there is none."""
+        """Return the part of the copy whose source lies in a box; None if no element does."""
         common = intersect(self.source_box, box)
         if common is None:
             return None
@@ -82,12 +82,12 @@ def whole_box(shape: Iterable[int]) -> Box:
 
 
 def as_slices(box: Box) -> tuple[slice, ...]:
-    """Return a box as an index of a tensor."""
+    """Convert a box to an index of a tensor."""
     return tuple(slice(start, stop) for start, stop in box)
 
 
 def intersect(box: Box, bounds: Box) -> Box | None:
-    """Return the elements that two boxes have in common; None where there are none."""
+    """Return the intersection of two boxes; None if empty."""
     common = tuple(
         (max(start, lower), min(stop, upper))
         for (start, stop), (lower, upper) in zip(box, bounds, strict=True)
@@ -96,7 +96,10 @@ def intersect(box: Box, bounds: Box) -> Box | None:
 
 
 class _Filling(NamedTuple):
-    """A box of a new tensor, its operand, and by axis the operand's dimension."""
+    """A box of a new tensor, and the operand copied there.
+
+    `dims` maps the new tensor's axes to the operand's dimensions.
+    """
 
     box: Box
     operand: Tensor
@@ -109,13 +112,13 @@ class CopyTracer(TorchFunctionMode):
     Parameters
     ----------
     shapes : mapping of str to sequence of int
-        Of the sources, by name. Code that is run under this mode gets `tensors` in their place.
+        Shapes of the sources by name. Code that runs under this mode must use `tensors` as sources.
     """
 
     def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
         super().__init__()
         self.tensors = {n: torch.empty(shape, device="meta") for n, shape in shapes.items()}
-        # By storage: the tensor that has all of it, and its name or the parts that fill it.
+        # By storage: the tensor that covers it, and the source's name or the tensor's fillings.
         self._origins: dict[int, tuple[Tensor, str | list[_Filling]]] = {
             _storage(tensor): (tensor, name) for name, tensor in self.tensors.items()
         }
@@ -128,17 +131,17 @@ class CopyTracer(TorchFunctionMode):
         if name in ("cat", "stack"):
             operands = args[0] if args else (kwargs or {})["tensors"]
             dim = args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0)
-            self._note(result, operands, dim % result.ndim, is_stack=name == "stack")
+            self._record_fillings(result, operands, dim % result.ndim, is_stack=name == "stack")
         elif name in ("contiguous", "clone", "to") and _storage(result) != _storage(args[0]):
             dims = {axis: axis for axis in range(result.ndim)}
             filling = _Filling(whole_box(result.shape), args[0], dims)
             self._origins[_storage(result)] = result, [filling]
         return result
 
-    def _note(
+    def _record_fillings(
         self, result: Tensor, operands: Sequence[Tensor], dim: int, *, is_stack: bool
     ) -> None:
-        """Note the operands that fill a tensor one after another along a dimension."""
+        """Record operands that fill a tensor in sequence along a dimension."""
         box, start, fillings = whole_box(result.shape), 0, []
         dims = {axis: axis - (is_stack and axis > dim) for axis in range(result.ndim)}
         if is_stack:
@@ -149,16 +152,16 @@ class CopyTracer(TorchFunctionMode):
             start = stop
         self._origins[_storage(result)] = result, fillings
 
-    # A recursion from a result back to the sources. At each made tensor the box is intersected with
-    # the boxes of its fillings, and the copies of each operand are shifted to the operand's place.
-    # The module's example, where `ups` is the stack of up₀ and up₁ as made₁ is that of the gates:
+    # A recursion from a result back to the sources. At each new tensor the box is intersected with
+    # the boxes of its fillings, and the copies of each operand are shifted to the operand's box.
+    # In the module's example, with `ups` for the stack of up₀ and up₁:
     #
-    #   tensor   box             is                        box in made₂
+    #   tensor   box             meaning                   box in made₂
     #   made₂    0:2, 0:4, 0:3   the result                0:2, 0:4, 0:3
     #   ups      0:2, 0:2, 0:3   the second of the cat     0:2, 2:4, 0:3   axis 1 shifted by 2
     #   up₁      0:2, 0:3        the second of the stack   1:2, 2:4, 0:3   axes (None, 0, 1)
     def copies(self, value: Tensor) -> Iterator[TensorCopy]:
-        """Yield the copies from sources that together make a result."""
+        """Yield the copies from sources that together fill a result."""
         whole, origin = self._origins.get(_storage(value), (value, None))
         if origin is None:
             raise IndescribableError("neither views nor copies of the sources")
@@ -185,7 +188,7 @@ class CopyTracer(TorchFunctionMode):
                     part = part.narrow(dim, start - filling.box[axis][0], stop - start)
             for copy in self.copies(part):
                 target = [
-                    _shifted(copy, filling.dims.get(axis), common[axis][0] - box[axis][0])
+                    _shift(copy, filling.dims.get(axis), common[axis][0] - box[axis][0])
                     if axis is not None
                     else ((0, 1), None)
                     for axis in axes
@@ -196,8 +199,11 @@ class CopyTracer(TorchFunctionMode):
                 )
 
 
-def _shifted(copy: TensorCopy, dim: int | None, shift: int) -> tuple[tuple[int, int], int | None]:
-    """Return the range of a copy's target along a dimension, shifted, and the source's axis."""
+def _shift(copy: TensorCopy, dim: int | None, shift: int) -> tuple[tuple[int, int], int | None]:
+    """Return the range of a copy's target along a dimension, shifted, and the source's dimension.
+
+    For `dim` None, the new axis of a stack, the range has extent 1 and the source no dimension.
+    """
     if dim is None:
         return (shift, shift + 1), None
     start, stop = copy.target_box[dim]
@@ -205,16 +211,18 @@ def _shifted(copy: TensorCopy, dim: int | None, shift: int) -> tuple[tuple[int, 
 
 
 def _storage(tensor: Tensor) -> int:
+    """Return the identity of a tensor's storage."""
     return int(tensor.untyped_storage()._cdata)
 
 
-# Of a tensor [4, 6], with strides (6, 1), a view at offset 8 = 1 · 6 + 2 · 1 starts at [1, 2].
-# A dimension of extent 3 and stride 6 runs along axis 0, so the view's box begins with 1:4. There
-# is no box for a stride that no axis has (2, of every other column), or an extent beyond its axis.
+# A tensor [4, 6] has the strides (6, 1), so a view of it at offset 8 = 1 · 6 + 2 · 1 starts at
+# [1, 2]. A dimension of the view with extent 3 and stride 6 runs along axis 0: rows 1:4. A view has
+# no box if one of its strides belongs to no axis (2 for every other column), or if a dimension
+# extends beyond its axis.
 def _box_of(view: Tensor, whole: Tensor) -> tuple[Box, tuple[int | None, ...]]:
-    """Return the box of a tensor in a view, and the axis of each dimension.
+    """Return a view's box of `whole`, and the axis of each dimension of the view.
 
-    Dimensions of extent 1 have no axis.
+    Dimensions of extent 1 have the axis None. Raises IndescribableError if the view is no box.
     """
     if view is whole:
         return whole_box(whole.shape), tuple(

@@ -1,7 +1,7 @@
-"""Build a model from its configuration: parameters on meta, buffers real and right.
+"""Build a model from its configuration: parameters on the meta device, buffers with values.
 
-Any class of transformers, duoka's own families, and code that comes with a checkpoint when the
-caller asks for it. Nothing here reads a weight.
+Supports any class of transformers, duoka's own families and, at the caller's request, a
+checkpoint's remote code. No weights are read.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from . import chatglm, glm4v, transformers4
 from .meta import construct
 from .remote_code import RemoteCode
 
-# The mappings in which a generating class is looked up when the configuration names none, in this
-# order; for an encoder with a decoder the first two in reverse: its decoder can't run by itself.
+# If the configuration names no class, a generating class is looked up in these mappings, in this
+# order. For an encoder-decoder model the first two are swapped: its decoder can't run by itself.
 _CAUSAL = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
 _ENCODER_DECODER = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 _IMAGE = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -41,9 +41,10 @@ def build(
 ) -> PreTrainedModel:
     """Build the model that a ``config.json`` describes, in evaluation mode, without weights.
 
-    With code that came with it the model is that code's, also where its architecture is known.
+    With remote `code` the class is imported from that code, even if transformers has a class for
+    the model type. `dtype` is by default the configuration's.
     """
-    parsed, model_class = resolve(config) if code is None else _remote(config, code)
+    parsed, model_class = resolve(config) if code is None else _load_remote(config, code)
     chosen = dtype or _stated_dtype(parsed)
 
     def make(default: torch.dtype) -> PreTrainedModel:
@@ -56,13 +57,14 @@ def build(
 
     try:
         model = construct(partial(make, chosen))
-        # A checkpoint's own code keeps the frequencies of its constructor, as its users have them.
+        # In 16 bit, rotary frequencies would be rounded: they are taken from a second model, built
+        # in float32. Remote code keeps the frequencies of its constructor, as elsewhere.
         frequencies = _frequencies(model).values() if code is None else ()
         if any(buffer.dtype != torch.float32 for buffer in frequencies):
             for name, value in _frequencies(construct(partial(make, torch.float32))).items():
                 owner, _, leaf = name.rpartition(".")
                 model.get_submodule(owner)._buffers[leaf] = value
-    except Exception as error:  # whatever a model's constructor raises over its config
+    except Exception as error:  # a model's constructor can raise anything
         raise ModelError(
             f"{model_class.__name__} could not be built from its configuration: {error}",
             hint="compare config.json with the published file",
@@ -74,7 +76,7 @@ def build(
 
 
 def resolve(config: Mapping[str, Any]) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
-    """Return the parsed configuration and the model class that a ``config.json`` asks for."""
+    """Return the parsed configuration and the native model class for a ``config.json``."""
     chatglm.register()
     glm4v.register()
     model_type = model_type_of(config)
@@ -86,9 +88,10 @@ def resolve(config: Mapping[str, Any]) -> tuple[PreTrainedConfig, type[PreTraine
 
 
 def _parse(config_class: type[PreTrainedConfig], config: Mapping[str, Any]) -> PreTrainedConfig:
+    """Parse a configuration; raise ModelError for an invalid configuration."""
     try:
         return config_class.from_dict(_decode(dict(config)))
-    except Exception as error:  # whatever a config's own code raises
+    except Exception as error:  # a configuration's own code can raise anything
         if isinstance(error, ModelError):
             raise
         # A strict dataclass names only the field; its cause has the reason.
@@ -100,7 +103,7 @@ def _parse(config_class: type[PreTrainedConfig], config: Mapping[str, Any]) -> P
 
 
 def _decode(value: Any) -> Any:
-    """Copy a JSON value; read infinities from transformers' form of them."""
+    """Copy a JSON value; convert transformers' {"__float__": …} to infinity or NaN."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -109,15 +112,15 @@ def _decode(value: Any) -> Any:
 
 
 def _native_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Choose the class named by the configuration, unless without a head."""
+    """Choose the class named by the configuration, or a generating class if that has no head."""
     named = _named_class(config)
-    bare = _mapped(modeling_auto.MODEL_MAPPING, config)
+    bare = _mapped_class(modeling_auto.MODEL_MAPPING, config)
     if named is not None and named is not bare:
         return named
     mappings = [_CAUSAL, _ENCODER_DECODER, _IMAGE]
     if getattr(config, "is_encoder_decoder", False):
         mappings[:2] = _ENCODER_DECODER, _CAUSAL
-    candidates = (_mapped(mapping, config) for mapping in mappings)
+    candidates = (_mapped_class(mapping, config) for mapping in mappings)
     model_class = next(filter(None, candidates), bare)
     if model_class is None:
         raise ModelError(f"transformers has no model class for model_type {config.model_type!r}")
@@ -125,6 +128,7 @@ def _native_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def _named_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Return the first suitable class in `architectures`; None if there is no such class."""
     stated = config.architectures
     for name in stated if isinstance(stated, list) else ():
         model_class = getattr(transformers, str(name), None)
@@ -135,16 +139,17 @@ def _named_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     return None
 
 
-def _mapped(mapping: Any, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+def _mapped_class(mapping: Any, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Return an Auto mapping's model class for a configuration; None if the mapping has none."""
     entry = mapping.get(type(config), None)
     model_class: type[PreTrainedModel] | None = entry[0] if isinstance(entry, tuple) else entry
-    # The text part of a composite model is not the model.
+    # A class for the text part of a composite model is not the class of the whole model.
     text = config.sub_configs.get("text_config")
     is_part = model_class is not None and text is not None and model_class.config_class is text
     return None if is_part else model_class
 
 
-def _remote(
+def _load_remote(
     config: Mapping[str, Any], code: RemoteCode
 ) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     """Load configuration and model class from the checkpoint's own code."""
@@ -161,6 +166,7 @@ def _remote(
 
 
 def _stated_dtype(config: PreTrainedConfig) -> torch.dtype:
+    """Return the dtype in a configuration or its parts; float32 if there is none."""
     parts = (config, *(getattr(config, name, None) for name in config.sub_configs))
     stated = (getattr(part, "dtype", None) for part in parts)
     dtypes = (getattr(torch, name, None) if isinstance(name, str) else name for name in stated)
@@ -168,11 +174,12 @@ def _stated_dtype(config: PreTrainedConfig) -> torch.dtype:
 
 
 def _frequencies(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers with rotary frequencies, by name."""
     return {name: value for name, value in model.named_buffers() if _FREQUENCIES.search(name)}
 
 
 def _keep_in_32_bit(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast the architecture's 32-bit parameters, as transformers does."""
+    """Cast parameters to float32 where the architecture requires, as transformers does."""
     patterns = [name.replace("*", ".*") for name in model._get_dtype_plan(dtype)]
     if not patterns:
         return

@@ -1,9 +1,9 @@
 """The ChatGLM family: ChatGLM2-6B, ChatGLM3-6B (8K, 32K, 128K), GLM-4-9B and their chat models.
 
-The published code of these models stopped loading with transformers 5, but their arithmetic is
-that of transformers' own `GlmForCausalLM`. The differences are here: the names in the
-configuration, the names and the layout of the tensors, two ways to reach longer contexts
-(`ChatGLMConfig`), and rotary frequencies that stay in 32 bit whatever the model is cast to.
+The published code of these models doesn't load with transformers 5, but transformers' own
+`GlmForCausalLM` computes the same. This module has the differences: names in the configuration,
+names and layout of the tensors, two methods for longer contexts (`ChatGLMConfig`), and rotary
+frequencies that stay in float32 when the model is cast.
 
 `register` makes transformers' own ``from_pretrained`` and ``save_pretrained`` read and write the
 published files. Nothing is registered on import.
@@ -47,7 +47,7 @@ from duoka.checkpoint.architecture import CHATGLM_NAMES, refuse_other_chatglm
 from .cache_argument import takes_cache
 
 _ROPE_THETA = 10_000.0
-# The trained epsilon tells the generations apart: 1e-5 in ChatGLM2 and 3, 1.5625e-7 in GLM-4.
+# The RMSNorm epsilon identifies the generation: 1e-5 in ChatGLM2 and 3, 1.5625e-7 in GLM-4.
 _GLM4_EPSILON_LIMIT = 1e-6
 
 
@@ -55,13 +55,13 @@ _GLM4_EPSILON_LIMIT = 1e-6
 class ChatGLMConfig(GlmConfig):
     """A configuration with ``model_type`` "chatglm", in the published or in transformers' names.
 
-    Two members of the family reach their context by other means than a larger rotary base, and
-    no key of their files says so. They are recognised by facts that fine-tuning and re-saving
-    leave alone: the generation (by the trained RMSNorm epsilon: 1e-5 for ChatGLM2 and 3) together
-    with ``rope_ratio``. GLM-4-9B-chat has the ratio of ChatGLM3-6B-128K, but not its epsilon.
+    Two models of the family extend their context by other methods than a larger rotary base, but
+    no key of their files states the method. They are identified by values that fine-tuning and
+    saving don't change: ``rope_ratio``, and the generation, which follows from the RMSNorm epsilon
+    (1e-5 for ChatGLM2 and 3). GLM-4-9B-chat has the ratio of ChatGLM3-6B-128K, but another epsilon.
 
     ========================  ========  ==========  ===========================================
-    model                     epsilon   rope_ratio  how positions are treated
+    model                     epsilon   rope_ratio  positions
     ========================  ========  ==========  ===========================================
     chatglm2-6b, chatglm3-6b  1e-5      1 (absent)  base 10000
     chatglm2-6b-32k           1e-5      16          positions divided by 16
@@ -70,15 +70,15 @@ class ChatGLMConfig(GlmConfig):
     glm-4-9b-chat (-1m)       1.56e-7   500 (10^4)  base 5,000,000 (10^8)
     ========================  ========  ==========  ===========================================
 
-    A configuration that states ``rope_parameters`` or ``query_length_scaling`` itself is taken at
-    its word; ``save_pretrained`` always states both.
+    ``rope_parameters`` and ``query_length_scaling`` take precedence over the table if a
+    configuration has them; ``save_pretrained`` always writes both.
 
     Parameters
     ----------
     rope_ratio : float
         The factor on the rotary base, as published.
     query_length_scaling : bool or None
-        Multiply the query at position p by max(1, ln(p + 65) / ln 2048). None: by the table.
+        Multiply the query at position p by max(1, ln(p + 65) / ln 2048). None chooses by the table.
     """
 
     model_type = "chatglm"
@@ -88,7 +88,7 @@ class ChatGLMConfig(GlmConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Read a configuration, as `GLM4VConfig` with a vision tower."""
+        """Parse a configuration; with a ``vision_config`` return a `GLM4VConfig`."""
         if cls is ChatGLMConfig and config_dict.get("vision_config"):
             from .glm4v import GLM4VConfig
 
@@ -96,7 +96,7 @@ class ChatGLMConfig(GlmConfig):
         return super().from_dict(config_dict, **kwargs)
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Translate published names, and infer settings left out by the files."""
+        """Translate published names, and infer settings missing in the files."""
         refuse_other_chatglm({**vars(self), **kwargs})
         for old, new in CHATGLM_NAMES.items():
             if old in kwargs:
@@ -113,6 +113,7 @@ class ChatGLMConfig(GlmConfig):
 
 
 def _rope_parameters(rope_ratio: float, *, is_glm4: bool) -> dict[str, Any]:
+    """Return transformers' rotary settings for a published ratio, by the table of the class."""
     parameters: dict[str, Any] = {"rope_type": "default", "partial_rotary_factor": 0.5}
     if rope_ratio == 16 and not is_glm4:
         return {**parameters, "rope_type": "linear", "rope_theta": _ROPE_THETA, "factor": 16.0}
@@ -120,19 +121,23 @@ def _rope_parameters(rope_ratio: float, *, is_glm4: bool) -> dict[str, Any]:
 
 
 class ChatGLMRotaryEmbedding(GlmRotaryEmbedding):
-    """Rotary tables from 32-bit frequencies, with the query scale of ChatGLM3-6B-128K."""
+    """Rotary embeddings from float32 frequencies, with the query scale of ChatGLM3-6B-128K."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
-        """Return cosine, sine: [batch, tokens, rotated]; and perhaps scale: [batch, tokens]."""
+        """Return cosine and sine [batch, tokens, rotated].
+
+        With `query_length_scaling` a query scale [batch, tokens] is the third item.
+        """
         tables: tuple[Tensor, ...] = super().forward(x, position_ids)
         if self.config.query_length_scaling:
             tables += (query_length_scale(position_ids).to(x.dtype),)
         return tables
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # `half()` would cast the frequencies with everything else; at 2,300 tokens that is an
-        # error of 9e-2 in the logits instead of 2e-2. `to_empty()` would leave them undefined.
-        # So they follow the device alone.
+        """Apply a function as `nn.Module` does, but keep the frequencies in float32."""
+        # `half()` would also cast the frequencies; at 2,300 tokens the logits then have an error of
+        # 9e-2 instead of 2e-2. `to_empty()` would leave the frequencies uninitialized. So they
+        # follow changes of the device only, and are computed when they leave the meta device.
         originals = dict(self._buffers)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, moved in self._buffers.items():
@@ -144,6 +149,7 @@ class ChatGLMRotaryEmbedding(GlmRotaryEmbedding):
         return self
 
     def _frequencies(self) -> Tensor:
+        """Compute the rotary frequencies of the configuration."""
         compute = self.compute_default_rope_parameters
         if self.rope_type != "default":
             compute = ROPE_INIT_FUNCTIONS[str(self.rope_type)]
@@ -151,16 +157,16 @@ class ChatGLMRotaryEmbedding(GlmRotaryEmbedding):
         return frequencies
 
 
-# Attention weights get flatter with the number of keys. Logits that grow with its logarithm stay
-# about as sharp as over 2,048 keys. The factor is 1 up to position 1,983, where p + 65 reaches
-# 2,048, and ln(8256) / ln(2048) = 1.18 at position 8,191.
+# Attention weights become flatter with the number of keys. If attention logits grow with the
+# logarithm of that number, the weights stay about as sharp as over 2,048 keys. The factor is 1 up
+# to position 1,983, where p + 65 = 2,048, and ln(8256) / ln(2048) = 1.18 at position 8,191.
 def query_length_scale(position_ids: Tensor) -> Tensor:
-    """Return the factor on the query of each position in ChatGLM3-6B-128K, in 32 bit."""
+    """Return the float32 factor on the query at each position in ChatGLM3-6B-128K."""
     return ((position_ids + 65).float().log() / math.log(2048)).clamp(min=1.0)
 
 
 class ChatGLMAttention(GlmAttention):
-    """`GlmAttention` with queries scaled by a scale among the position embeddings."""
+    """`GlmAttention` that scales queries by the third of the position embeddings, if present."""
 
     @takes_cache
     def forward(
@@ -171,7 +177,10 @@ class ChatGLMAttention(GlmAttention):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend; see `GlmAttention`. Position embeddings: cosine, sine and perhaps a scale."""
+        """Compute attention; see `GlmAttention`.
+
+        `position_embeddings` are cosine, sine and optionally the query scale [batch, tokens].
+        """
         assert position_embeddings is not None
         assert self.layer_idx is not None
         cos, sin, *scales = position_embeddings
@@ -205,12 +214,12 @@ class ChatGLMDecoderLayer(GlmDecoderLayer):
 
 
 class ChatGLMPreTrainedModel(GlmPreTrainedModel):
-    """Base of both model classes, with their facts for transformers."""
+    """Base of both model classes, with class attributes that transformers reads."""
 
     config: ChatGLMConfig
     config_class = ChatGLMConfig
     _no_split_modules = ["ChatGLMDecoderLayer"]  # noqa: RUF012 (transformers' own form)
-    # A buffer that follows from the configuration; published files have it nevertheless.
+    # Published files have this buffer, although it can be computed from the configuration.
     _keys_to_ignore_on_load_unexpected = [r"rotary_pos_emb\.inv_freq"]  # noqa: RUF012
     published_buffers = ("transformer.rotary_pos_emb.inv_freq",)
 
@@ -219,11 +228,11 @@ class ChatGLMModel(ChatGLMPreTrainedModel, GlmModel):
     """The decoder without its head."""
 
     def __init__(self, config: ChatGLMConfig) -> None:
-        # Not GlmModel's: it would build every layer, to be replaced at once.
+        # GlmModel's constructor would build layers of its own class first.
         GlmPreTrainedModel.__init__(self, config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
-        # padding_idx freezes a row's gradient, and the published models train all of them.
+        # Without padding_idx, which would freeze a row; the published models train all rows.
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             ChatGLMDecoderLayer(config, index) for index in range(config.num_hidden_layers)
@@ -252,7 +261,7 @@ class ChatGLMForCausalLM(ChatGLMPreTrainedModel, GlmForCausalLM):
 # ChatGLM3-6B has 32 heads, 2 groups and a head_dim of 128, so query_key_value [4608, 4096] becomes
 # q_proj, rows 0:4096; k_proj, rows 4096:4352; and v_proj, rows 4352:4608. A bias is split likewise.
 class SplitQueryKeyValue(ConversionOps):
-    """Splits rows [heads, groups, groups] x head_dim of a tensor into query, key and value."""
+    """Splits the rows of a fused tensor, [heads, groups, groups] x head_dim, by projection."""
 
     @torch.no_grad()
     def convert(  # type: ignore[override]
@@ -287,15 +296,15 @@ RENAMED = {
     "mlp.dense_h_to_4h": "mlp.gate_up_proj",
     "mlp.dense_4h_to_h": "mlp.down_proj",
 }
-"""Parts of published names, and their names in `GlmForCausalLM`, but for the fused projection."""
+"""Parts of published names → names in `GlmForCausalLM`, except the fused projection."""
 
 
 def conversions() -> list[WeightRenaming | WeightConverter]:
     """Return the conversions from published names and layouts to `GlmForCausalLM`'s.
 
-    ``mlp.dense_h_to_4h`` holds the gate's rows first, then the up projection's, as
-    ``gate_up_proj`` does; the rotary pairs are interleaved in both. So only names change, apart
-    from the fused query, key and value.
+    ``mlp.dense_h_to_4h`` has the rows of the gate before those of the up projection, like
+    ``gate_up_proj``, and rotary pairs are interleaved in both forms. So only names change, except
+    for the fused query, key and value.
     """
     fused = WeightConverter(
         "self_attention.query_key_value",
@@ -306,7 +315,7 @@ def conversions() -> list[WeightRenaming | WeightConverter]:
 
 
 def register() -> None:
-    """Make transformers' Auto classes and loaders know the family. Idempotent."""
+    """Register the family with transformers' Auto classes and loaders. Idempotent."""
     AutoConfig.register("chatglm", ChatGLMConfig, exist_ok=True)
     AutoModel.register(ChatGLMConfig, ChatGLMModel, exist_ok=True)
     AutoModelForCausalLM.register(ChatGLMConfig, ChatGLMForCausalLM, exist_ok=True)

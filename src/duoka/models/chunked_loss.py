@@ -1,13 +1,14 @@
-"""The head and the loss in chunks: the logits of all tokens are the largest tensor in training.
+"""Output head and cross entropy in chunks of tokens, without the logits of all tokens at once.
 
-The output embedding returns lazy logits. Operations on each row alike are recorded:
+The logits of all tokens are the largest tensor in training. So the output embedding returns lazy
+logits, which record row-wise operations:
 
     logits = head(hidden)          LazyLogits(hidden, steps=())
     logits.float()[:-1]            LazyLogits(hidden[:-1], steps=(float,))
-    cross_entropy(logits, target)  computes some rows of logits at a time
+    cross_entropy(logits, target)  computes the logits of one chunk of rows at a time
 
-Cross entropy computes the logits once more in its backward pass. Any other operation computes all
-logits first.
+The backward pass of cross entropy recomputes the logits. Any other operation materializes the full
+logits.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from duoka.forecast.workload import loss_chunk_tokens
 
 
 class ChunkedHead:
-    """Replaces an output embedding's `forward`.
+    """Replaces the `forward` of an output embedding by a function that returns lazy logits.
 
-    `chunk_begins` is called with the number of each chunk, and with None behind the last chunk.
+    `chunk_begins` is called with each chunk's index, and with None after the last chunk.
     """
 
     def __init__(self, head: nn.Module, num_columns: int) -> None:
@@ -36,7 +37,7 @@ class ChunkedHead:
         self.chunk_begins: Callable[[int | None], None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return lazy logits."""
+        """Return lazy logits, or computed logits for unusual arguments and on the meta device."""
         if kwargs or len(args) != 1 or args[0].dim() < 2 or args[0].is_meta:
             return self.compute(*args, **kwargs)
         [hidden] = args
@@ -46,12 +47,12 @@ class ChunkedHead:
         return LazyLogits.of(hidden, recipe)
 
     def compute(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the head."""
+        """Compute logits by the original `forward` of the head."""
         logits: Tensor = type(self.head).forward(self.head, *args, **kwargs)
         return logits
 
     def chunks(self, num_rows: int) -> Iterator[slice]:
-        """Yield the rows of each chunk."""
+        """Yield the slice of rows of each chunk, and report each chunk to `chunk_begins`."""
         chunk_begins = self.chunk_begins or (lambda number: None)
         size = loss_chunk_tokens(num_rows)
         for number, start in enumerate(range(0, num_rows, size)):
@@ -61,13 +62,16 @@ class ChunkedHead:
 
 
 def chunk_loss(model: nn.Module) -> None:
-    """Let a model's own loss compute its head in chunks, where that is a linear layer."""
+    """Make the loss of a model compute the output head in chunks of tokens.
+
+    Models without a linear output head, or with dropout in the head, stay unchanged.
+    """
     try:
         head: Any = cast(Any, model).get_output_embeddings()
     except (AttributeError, NotImplementedError):
         return
     num_columns = getattr(head, "out_features", None)
-    # A chunk that is computed again would drop other elements.
+    # With dropout, a recomputed chunk would drop other elements than in the forward pass.
     drops = isinstance(head, nn.Module) and any(
         isinstance(part, nn.Dropout) and part.p > 0 for part in head.modules()
     )
@@ -76,14 +80,14 @@ def chunk_loss(model: nn.Module) -> None:
 
 
 def chunked_head(model: nn.Module) -> ChunkedHead | None:
-    """Return the replacement of a model's head, where its loss is computed in chunks."""
+    """Return the `ChunkedHead` of a model; None if `chunk_loss` hasn't added a chunked head."""
     forwards = (vars(module).get("forward") for module in model.modules())
     return next((forward for forward in forwards if isinstance(forward, ChunkedHead)), None)
 
 
 @contextmanager
 def whole_logits(model: nn.Module) -> Iterator[None]:
-    """Let the head compute all logits at once, inside the scope."""
+    """Restore the head's own `forward`, which computes all logits at once, within the scope."""
     chunked: Any = chunked_head(model)
     if chunked is not None:
         del chunked.head.forward
@@ -95,7 +99,11 @@ def whole_logits(model: nn.Module) -> Iterator[None]:
 
 
 class _Recipe(NamedTuple):
-    """The computation of logits: a head, then recorded operations on each row."""
+    """The computation of lazy logits: a head, then the recorded row-wise operations.
+
+    `autocast` is the dtype of autocast in the call of the head, None if autocast was off; `dtype`
+    and `device` are those of the resulting logits.
+    """
 
     source: ChunkedHead
     steps: tuple[Callable[[Tensor], Tensor], ...]
@@ -104,12 +112,12 @@ class _Recipe(NamedTuple):
     device: torch.device
 
     def autocasting(self, hidden: Tensor) -> torch.autocast:
-        """Return autocast as in the head's call, without a cache of weights."""
+        """Return the autocast context of the head's call, without a cache of cast weights."""
         kind, is_on = hidden.device.type, self.autocast is not None
         return torch.autocast(kind, dtype=self.autocast, enabled=is_on, cache_enabled=False)
 
     def compute(self, hidden: Tensor) -> Tensor:
-        """Compute logits [..., columns] from hidden states [..., width]."""
+        """Compute logits [..., vocabulary] from hidden states [..., width]."""
         logits = self.source.compute(hidden)
         for step in self.steps:
             logits = step(logits)
@@ -117,7 +125,10 @@ class _Recipe(NamedTuple):
 
 
 class LazyLogits(Tensor):
-    """Logits computed at their first use."""
+    """Logits [..., vocabulary], computed from `hidden` only when an operation needs their values.
+
+    `computed` is None until the full logits are materialized.
+    """
 
     hidden: Tensor
     recipe: _Recipe
@@ -125,7 +136,7 @@ class LazyLogits(Tensor):
 
     @staticmethod
     def of(hidden: Tensor, recipe: _Recipe) -> LazyLogits:
-        """Make the lazy logits of hidden states."""
+        """Create the lazy logits of hidden states."""
         lazy: LazyLogits = Tensor._make_wrapper_subclass(
             LazyLogits,
             (*hidden.shape[:-1], recipe.source.num_columns),
@@ -137,26 +148,27 @@ class LazyLogits(Tensor):
         return lazy
 
     def compute_all(self) -> Tensor:
-        """Compute all logits, once."""
+        """Materialize the full logits; later calls return the same tensor."""
         if self.computed is None:
             is_recorded = bool(self.requires_grad)
             with torch.set_grad_enabled(is_recorded), self.recipe.autocasting(self.hidden):
                 self.computed = self.recipe.compute(self.hidden)
         return self.computed
 
-    # Three outcomes for a function of lazy logits: an attribute is answered from the wrapper's
-    # metadata; a function of rows returns lazy logits with one more step; everything else, and any
-    # function after a first materialization, gets the computed logits (`__torch_dispatch__`).
+    # A function of lazy logits has one of three outcomes. An attribute is read from the wrapper's
+    # metadata. A row-wise function returns lazy logits with one more step, and `cross_entropy` the
+    # loss. Any other function, and every function after a first materialization, gets the
+    # materialized logits (`__torch_dispatch__`).
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _FACTS:
-            inherited: Any = super()  # without types there
+        if func in _ATTRIBUTES:
+            inherited: Any = super()  # not annotated in torch
             return inherited.__torch_function__(func, types, args, kwargs)
         logits = args[0] if args else None
-        # Computed logits may have been written to.
+        # Materialized logits may have been changed in place, so no further step is recorded.
         if isinstance(logits, LazyLogits) and logits.computed is None:
             result = logits._apply_lazily(func, args[1:], kwargs)
             if result is not None:
@@ -171,11 +183,11 @@ class LazyLogits(Tensor):
         return func(*args, **kwargs)
 
     def _apply_lazily(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Apply a function lazily; return None if impossible."""
+        """Apply a function without the full logits; return None if impossible."""
         if func is cross_entropy:
-            return _loss(self, *args, **kwargs)
+            return _chunked_cross_entropy(self, *args, **kwargs)
         if func in _SHAPING and not kwargs:
-            hidden = _reshaped(self, func, args)
+            hidden = _reshape_hidden(self, func, args)
             return None if hidden is None else LazyLogits.of(hidden, self.recipe)
         options = (*args, *kwargs.values())
         kinds = _STEPS.get(func)
@@ -193,10 +205,10 @@ class LazyLogits(Tensor):
 
 
 _PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_meta")
-# Attributes of lazy logits.
-_FACTS = {getattr(Tensor, name).__get__ for name in _PROPERTIES}
-_FACTS |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point}
-# Operations on each row alike, with the types of their arguments.
+# Getters and methods that read a tensor's metadata only.
+_ATTRIBUTES = {getattr(Tensor, name).__get__ for name in _PROPERTIES}
+_ATTRIBUTES |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point}
+# Row-wise operations, with the supported types of their further arguments.
 _STEPS: dict[Any, tuple[type, ...]] = {
     Tensor.float: (),
     Tensor.to: (bool, str, torch.dtype, torch.device),
@@ -206,18 +218,21 @@ _STEPS: dict[Any, tuple[type, ...]] = {
 _SHAPING = frozenset({Tensor.view, Tensor.reshape, Tensor.__getitem__, Tensor.contiguous})
 
 
-# A row of logits follows from the same row of hidden states, so an index or a view that leaves the
-# columns whole can be applied to the hidden states. For logits [batch, tokens, 32000]:
+# Each row of logits depends on the same row of hidden states only. So an index or a view that keeps
+# all columns can be applied to the hidden states instead. For logits [batch, tokens, 32000]:
 #
 #   logits[:, :-1]               hidden[:, :-1]
-#   logits[..., :-1, :]          hidden[..., :-1, :]        the last index takes all columns
+#   logits[..., :-1, :]          hidden[..., :-1, :]        the last index keeps all columns
 #   logits.view(-1, 32000)       hidden.reshape(-1, width)
-#   logits[..., :100]            None                       a part of the columns
-#   logits[mask]                 None                       only numbers and slices are followed
+#   logits[..., :100]            None                       the index selects some columns
+#   logits[mask]                 None                       only integers and slices are supported
 #
-# This covers transformers' `ForCausalLMLoss`: float(), view(-1, vocab_size), cross_entropy.
-def _reshaped(logits: LazyLogits, func: Any, args: tuple[Any, ...]) -> Tensor | None:
-    """Reshape the hidden states as the logits are; return None where columns change as well."""
+# That covers transformers' `ForCausalLMLoss`: float(), view(-1, vocab_size), cross_entropy.
+def _reshape_hidden(logits: LazyLogits, func: Any, args: tuple[Any, ...]) -> Tensor | None:
+    """Apply an index or a view of the logits to the hidden states.
+
+    Returns None if the index or view doesn't keep all columns, or isn't supported.
+    """
     hidden = logits.hidden
     if func is Tensor.contiguous:
         return hidden
@@ -236,22 +251,26 @@ def _reshaped(logits: LazyLogits, func: Any, args: tuple[Any, ...]) -> Tensor | 
     return hidden.reshape(*sizes[:-1], hidden.shape[-1])
 
 
-def _loss(
+def _chunked_cross_entropy(
     logits: LazyLogits,
     target: Any,
-    *rest: Any,
+    *extra_args: Any,
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-    **rare: Any,
+    **extra_kwargs: Any,
 ) -> Tensor | None:
-    """Compute cross entropy of tokens in chunks; return None for other kinds."""
-    is_plain = all(option is None for option in (*rest, *rare.values())) and not label_smoothing
-    if not is_plain or reduction not in ("mean", "sum"):
+    """Compute `torch.nn.functional.cross_entropy` in chunks of rows, from logits [rows, columns].
+
+    Returns None if the arguments are unsupported: class weights or another extra argument, label
+    smoothing, reduction "none", class probabilities as target, or logits of other dimensions.
+    """
+    is_plain = all(arg is None for arg in (*extra_args, *extra_kwargs.values()))
+    if not is_plain or label_smoothing or reduction not in ("mean", "sum"):
         return None
     if logits.dim() != 2 or target.shape != logits.shape[:1] or target.is_floating_point():
         return None
-    # Gradients of the head are summed up over chunks, so its parameters are inputs of the function.
+    # `_ChunkedSum` returns the head's gradients, so the head's parameters are among its inputs.
     trained = [p for p in logits.recipe.source.head.parameters() if p.requires_grad]
     loss: Tensor = _ChunkedSum.apply(  # type: ignore[no-untyped-call]
         logits.recipe, ignore_index, target, logits.hidden, *trained
@@ -265,55 +284,56 @@ def _loss(
 # dL/dH[c] depends on chunk c alone and dL/dW is the sum of the chunks' gradients:
 #
 #   forward    for c: logits_c = head(H[c]); total += cross_entropy(logits_c)   (no graph is kept)
-#   backward   for c: logits_c again, with a graph; dH[c] = …; dW += …
+#   backward   for c: recompute logits_c with a graph; dH[c] = …; dW += …
 #
-# At most one chunk of logits and of its gradient exists at a time: [rows, vocabulary] instead of
-# [tokens, vocabulary]. For 8,192 tokens and a vocabulary of 151,552 in 32 bit that is 0.58 GiB for
-# 1,024 rows instead of 4.6 GiB, each of logits and gradient. The price is a second product with
-# the head.
+# Only one chunk of logits and its gradient exist at a time: [rows, vocabulary] instead of
+# [tokens, vocabulary]. For 8,192 tokens, a vocabulary of 151,552 and float32, the logits take
+# 0.58 GiB in chunks of 1,024 rows instead of 4.6 GiB, and their gradient as much. The cost is a
+# second matrix product with the head.
 class _ChunkedSum(torch.autograd.Function):
-    """The sum of cross entropy over all rows, in 32 bit; its backward recomputes the chunks.
+    """The sum of cross entropy over all rows, in float32; its backward recomputes the chunks.
 
-    Gradients made in the forward pass would be held for every micro-batch in flight, and in fp16
-    they need the scale of the loss, which isn't known then.
+    Gradients computed in the forward pass would save the recomputation. But they would be held for
+    every micro-batch in flight, and in float16 they need the loss scale, unknown at that time.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, recipe: _Recipe, ignore_index: int, target: Tensor, hidden: Tensor, *rest: Tensor
+        ctx: Any, recipe: _Recipe, ignore_index: int, target: Tensor, hidden: Tensor, *heads: Tensor
     ) -> Tensor:
         ctx.recipe, ctx.ignore_index = recipe, ignore_index
-        ctx.save_for_backward(target, hidden, *rest)
+        ctx.save_for_backward(target, hidden, *heads)
         total = torch.zeros((), dtype=torch.float32, device=recipe.device)
         with recipe.autocasting(hidden):
             for rows in recipe.source.chunks(len(hidden)):
-                total += _sum(recipe, hidden[rows], target[rows], ignore_index)
+                total += _cross_entropy_sum(recipe, hidden[rows], target[rows], ignore_index)
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         target, hidden, *trained = ctx.saved_tensors
         needs_hidden = ctx.needs_input_grad[3]
-        back = torch.empty_like(hidden) if needs_hidden else None
-        sums = [torch.zeros_like(parameter) for parameter in trained]
+        hidden_grad = torch.empty_like(hidden) if needs_hidden else None
+        head_grads = [torch.zeros_like(parameter) for parameter in trained]
 
         def add(rows: slice) -> None:
-            # In a function, so that all of a chunk is freed when the next chunk begins.
+            # A function of its own, so that a chunk's tensors are freed before the next chunk.
             part = hidden[rows].detach().requires_grad_(needs_hidden)
             with torch.enable_grad(), ctx.recipe.autocasting(hidden):
-                loss = _sum(ctx.recipe, part, target[rows], ctx.ignore_index)
+                loss = _cross_entropy_sum(ctx.recipe, part, target[rows], ctx.ignore_index)
             inputs = [part, *trained] if needs_hidden else trained
-            parts = list(torch.autograd.grad(loss, inputs, gradients[0]))
-            if back is not None:
-                back[rows] = parts.pop(0)
-            for total, gradient in zip(sums, parts, strict=True):
+            grads = list(torch.autograd.grad(loss, inputs, gradients[0]))
+            if hidden_grad is not None:
+                hidden_grad[rows] = grads.pop(0)
+            for total, gradient in zip(head_grads, grads, strict=True):
                 total += gradient
 
         for rows in ctx.recipe.source.chunks(len(hidden)):
             add(rows)
-        return None, None, None, back, *sums
+        return None, None, None, hidden_grad, *head_grads
 
 
-def _sum(recipe: _Recipe, hidden: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+def _cross_entropy_sum(recipe: _Recipe, hidden: Tensor, target: Tensor, ignore_id: int) -> Tensor:
+    """Compute the summed cross entropy of a chunk of hidden states [rows, width]."""
     logits = recipe.compute(hidden).float()
-    return cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum")
+    return cross_entropy(logits, target, ignore_index=ignore_id, reduction="sum")

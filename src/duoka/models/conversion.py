@@ -1,12 +1,13 @@
-"""Matching the tensors of a checkpoint with the parameters of a model.
+"""Map the tensors of a checkpoint to the parameters of a model.
 
-transformers knows how published checkpoints become its models: keys are renamed, fused tensors
-split, experts stacked. `plan_tensors` runs those conversions on tensors without data
-(`boxes.CopyTracer`), and returns which box of which tensor in the file belongs into which box of
-which parameter, so that a loader copies straight into its place and never holds a second copy.
+transformers defines how published checkpoints become its models: tensors are renamed, fused tensors
+split, experts stacked. `plan_tensors` runs these conversions on tensors without data
+(`boxes.CopyTracer`). The result lists copies: a box of a checkpoint tensor, and the box of the
+parameter to fill with it. So a loader copies each tensor straight into the parameters, and never
+holds it twice.
 
-transformers' own loader isn't used: it makes stacks of experts from whole tensors beside those that
-it reads, and hands a quantizer whole tensors in 16 bit.
+transformers' own loader isn't used: it builds stacks of experts while it holds all of the experts'
+tensors, and passes whole 16-bit tensors to a quantizer.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ Shape = Sequence[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Custom:
-    """A conversion of single elements, beyond boxes.
+    """A conversion of single elements, impossible to describe by boxes.
 
-    `convert` makes all `targets` by name from all `sources`, whole, by name.
+    `convert` takes all `sources`, as whole tensors by name, and returns all `targets` by name.
     """
 
     targets: tuple[str, ...]
@@ -55,20 +56,21 @@ class Recipe:
     Parameters
     ----------
     pieces : tuple of TensorCopy
-        In the order of the model's parameters, tied ones under their first name.
+        Copies in the order of the model's parameters; tied parameters have their first name.
     customs : tuple of Custom
-        Conversions that no piece can describe.
+        Conversions that boxes can't describe.
     duplicates : tuple of TensorCopy
-        Second copies of tied parameters: not to be loaded, perhaps compared.
+        Copies from further checkpoint tensors of tied parameters. They aren't loaded, but may be
+        compared with the loaded values.
     derived : tuple of str
-        Parameters that checkpoints of this architecture leave out and its code computes
+        Parameters that checkpoints of this architecture leave out, because its code computes them
         (`initialize_derived`).
     missing, unexpected : tuple of str
-        Parameters that nothing fills, and checkpoint tensors without a place in the model.
+        Parameters without a checkpoint tensor, and checkpoint tensors without a parameter.
     ignored : tuple of str
-        Checkpoint tensors that the model computes for itself.
+        Checkpoint tensors that the model doesn't need, because it computes their values.
     mismatched : tuple
-        Target, its shape from the checkpoint, and its shape in the model.
+        Name of a parameter, its shape from the checkpoint, and its shape in the model.
     """
 
     pieces: tuple[TensorCopy, ...] = ()
@@ -82,12 +84,12 @@ class Recipe:
 
     @property
     def targets(self) -> set[str]:
-        """The names filled by pieces and customs."""
+        """Names of the parameters and buffers that pieces and customs fill."""
         customs = {name for custom in self.customs for name in custom.targets}
         return customs | {piece.target for piece in self.pieces}
 
     def limited(self, names: Collection[str]) -> Recipe:
-        """Return the part of the recipe that fills some tensors of the model alone."""
+        """Return the recipe restricted to the parameters and buffers in `names`."""
         return replace(
             self,
             pieces=tuple(piece for piece in self.pieces if piece.target in names),
@@ -99,7 +101,7 @@ class Recipe:
 def published_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the model's state in the names and layout of ``save_pretrained``.
 
-    For a model on meta this costs nothing but names; tied tensors appear once.
+    Tied tensors appear once. For a model on the meta device no data is computed.
     """
     canonical = set(_canonical_names(model).values())
     state = {name: value for name, value in model.state_dict().items() if name in canonical}
@@ -118,14 +120,18 @@ def published_tensors(model: nn.Module) -> dict[str, Tensor]:
 #   trace    the converter runs on meta tensors            → experts.1.w1 fills [1:2, 0:24, :]
 #   compare  targets with the model's state                → pieces, missing, unexpected, mismatched
 #
-# A converter that permutes single elements has no boxes; it becomes a `Custom` and needs all of its
-# source tensors at once. Tied parameters are one target, filled from the first name that exists.
+# A converter that permutes single elements isn't made of boxes; it becomes a `Custom`, which needs
+# all of its source tensors at once. Tied parameters are one target, filled from the first of their
+# names that the checkpoint has.
 def plan_tensors(model: nn.Module, tensors: Mapping[str, Shape | None] | Collection[str]) -> Recipe:
-    """Match checkpoint tensors with parameters and persistent buffers."""
+    """Match checkpoint tensors with the parameters and persistent buffers of a model.
+
+    `tensors` has the shapes by name; None, or a collection of names, if shapes are unknown.
+    """
     given_shapes = dict(tensors) if isinstance(tensors, Mapping) else dict.fromkeys(tensors)
-    shapes = _complete(model, given_shapes)
+    shapes = _complete_shapes(model, given_shapes)
     state = model.state_dict()
-    groups, unplaced = _group(model, state, shapes)
+    groups, unplaced = _group_tensors(model, state, shapes)
     layouts: dict[str, _Layout] = {}
     customs: list[Custom] = []
     for target, group in groups.items():
@@ -133,42 +139,45 @@ def plan_tensors(model: nn.Module, tensors: Mapping[str, Shape | None] | Collect
             name = group.members[0][1]
             shape = shapes[name]
             layouts[target] = _Layout.of(name, state[target].shape if shape is None else shape)
-        elif isinstance(described := _describe(model, target, group, shapes), Custom):
+        elif isinstance(described := _describe_group(model, target, group, shapes), Custom):
             customs.append(described)
         else:
             layouts.update(described)
-    return _recipe(model, layouts, customs, unplaced)
+    return _build_recipe(model, layouts, customs, unplaced)
 
 
 class _Layout(NamedTuple):
-    """A shape, filled with boxes of checkpoint tensors."""
+    """The shape of a target, and its copies from checkpoint tensors."""
 
     shape: tuple[int, ...]
     copies: tuple[TensorCopy, ...]
 
     @classmethod
     def of(cls, name: str, shape: Shape) -> _Layout:
-        """Describe a whole checkpoint tensor."""
+        """Return the layout of a target filled by a whole checkpoint tensor."""
         box, shape = whole_box(shape), tuple(shape)
         return cls(shape, (TensorCopy(name, shape, box, box, tuple(range(len(box)))),))
 
     def pieces(self, target: str) -> Iterable[TensorCopy]:
-        """Return the copies with the name of their target."""
+        """Return the copies with the name of their target filled in."""
         return (copy._replace(target=target) for copy in self.copies)
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Checkpoint tensors of a conversion, or a single renamed tensor."""
+    """The checkpoint tensors of a conversion; a single, renamed tensor has no converter."""
 
     converter: WeightConverter | None
     members: list[tuple[str, str]]  # source pattern, tensor name
 
 
-def _complete(
+def _complete_shapes(
     model: nn.Module, given_shapes: Mapping[str, Shape | None]
 ) -> dict[str, tuple[int, ...] | None]:
-    """Fill in the shapes of the model's published form."""
+    """Replace unknown shapes by the shapes of the model's published tensors of the same name.
+
+    A shape stays None if the model has no published tensor of the name.
+    """
     published = published_tensors(model) if None in given_shapes.values() else {}
     unknown = (name for name, shape in given_shapes.items() if shape is None)
     known = {name: published[name].shape for name in unknown if name in published}
@@ -176,10 +185,10 @@ def _complete(
     return {name: None if shape is None else tuple(shape) for name, shape in shapes.items()}
 
 
-def _group(
+def _group_tensors(
     model: nn.Module, state: dict[str, Tensor], names: Iterable[str]
 ) -> tuple[dict[str, _Group], dict[str, str]]:
-    """Group tensors by target; return tensors without a target too, with their new names."""
+    """Group tensors by target; also return the tensors without a target, with their new names."""
     if not isinstance(model, PreTrainedModel):
         groups = {name: _Group(None, [(name, name)]) for name in names if name in state}
         return groups, {name: name for name in names if name not in state}
@@ -190,7 +199,7 @@ def _group(
     prefix = model.base_model_prefix
     groups = {}
     unplaced: dict[str, str] = {}
-    # In transformers' own order, which decides an expert's position in its stack.
+    # Sorted as in transformers: the order decides the index of an expert in its stack.
     for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
@@ -205,10 +214,10 @@ def _group(
     return groups, unplaced
 
 
-def _describe(
+def _describe_group(
     model: nn.Module, target: str, group: _Group, shapes: Mapping[str, tuple[int, ...] | None]
 ) -> dict[str, _Layout] | Custom:
-    """Describe the result of a group: layouts by target, or a conversion of whole tensors."""
+    """Trace the conversion of a group; return layouts by target, or a `Custom` without boxes."""
     sources = {name: shape for _, name in group.members if (shape := shapes[name]) is not None}
     if len(sources) < len(group.members):
         unknown = ", ".join(name for _, name in group.members if name not in sources)
@@ -222,13 +231,13 @@ def _describe(
         converted = converter.convert(target, model=model, config=model.config).items()
         return {name: value[0] if isinstance(value, list) else value for name, value in converted}
 
-    # The conversion runs once, on tensors without data: an error there is the checkpoint's; results
-    # that boxes can't describe are converted again when the tensors are loaded.
+    # The conversion runs once on tensors without data. An error means that the checkpoint's tensors
+    # don't fit together. If boxes can't describe the result, the conversion runs again on loading.
     tracer = CopyTracer(sources)
     try:
         with tracer:
             converted = convert(tracer.tensors)
-    except Exception as error:  # whatever transformers' operations raise
+    except Exception as error:  # transformers' operations can raise anything
         listed = ", ".join(f"{name} {list(shape)}" for name, shape in sources.items())
         raise LoadError(f"checkpoint tensors are inconsistent: {listed}: {error}") from error
     try:
@@ -240,16 +249,16 @@ def _describe(
         return Custom(targets=tuple(converted), sources=tuple(sources), convert=convert)
 
 
-def _recipe(
+def _build_recipe(
     model: nn.Module,
     layouts: Mapping[str, _Layout],
     customs: Sequence[Custom],
     unplaced: Mapping[str, str],
 ) -> Recipe:
-    """Compare the checkpoint's tensors with the model's."""
+    """Compare the traced tensors with the model's state, and sort them into a recipe."""
     state = model.state_dict()
     canonical = _canonical_names(model)
-    # Under which of its names each tensor is loaded: the first that the checkpoint has.
+    # By canonical name: the name under which a tensor is loaded, the first that the checkpoint has.
     sources: dict[str, str] = {}
     for name, target in canonical.items():
         if name in layouts:
@@ -265,15 +274,15 @@ def _recipe(
     spare = [(canonical[n], layout) for n, layout in layouts.items() if sources[canonical[n]] != n]
     filled = {*sources, *(canonical[name] for custom in customs for name in custom.targets)}
     absent = [n for n in dict.fromkeys(canonical.values()) if n not in filled]
-    is_computed = _matcher(getattr(model, "_keys_to_ignore_on_load_missing", None))
+    is_computed = _make_matcher(getattr(model, "_keys_to_ignore_on_load_missing", None))
     parameters = {name for name, _ in model.named_parameters()}
-    is_ignored = _ignored_matcher(model)
+    is_ignored = _make_ignored_matcher(model)
     ignored = tuple(n for n, renamed in unplaced.items() if is_ignored(n) or is_ignored(renamed))
     return Recipe(
         pieces=tuple(pieces),
         customs=tuple(customs),
         duplicates=tuple(p for target, layout in spare for p in layout.pieces(target)),
-        # A buffer has its value from the constructor already.
+        # Buffers have their values from the constructor already.
         derived=tuple(n for n in absent if is_computed(n) and n in parameters),
         missing=tuple(n for n in absent if not is_computed(n)),
         unexpected=tuple(n for n in unplaced if n not in ignored),
@@ -283,7 +292,7 @@ def _recipe(
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:
-    """Map each name in the state to the first name of the same tensor."""
+    """Map each name in the state dict to the first name of the same tensor."""
     canonical: dict[int, str] = {}
     names = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -292,22 +301,23 @@ def _canonical_names(model: nn.Module) -> dict[str, str]:
     return names
 
 
-def _ignored_matcher(model: nn.Module) -> Callable[[str], bool]:
-    """Return a predicate for names of tensors without a place that the model doesn't need."""
+def _make_ignored_matcher(model: nn.Module) -> Callable[[str], bool]:
+    """Return a predicate for the names of unneeded checkpoint tensors."""
     patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     leaves = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
-    # Older files hold what is now computed, under the name of each layer.
+    # Older files have these buffers for each layer; today the model computes them.
     patterns |= {rf"(^|\.){leaf}$" for leaf in ("inv_freq", "position_ids") if leaf in leaves}
-    return _matcher(patterns)
+    return _make_matcher(patterns)
 
 
-def _matcher(patterns: Iterable[str] | None) -> Callable[[str], bool]:
+def _make_matcher(patterns: Iterable[str] | None) -> Callable[[str], bool]:
+    """Return a predicate for names with a match of any of the patterns."""
     compiled = [re.compile(pattern) for pattern in patterns or ()]
     return lambda name: any(pattern.search(name) for pattern in compiled)
 
 
 def initialize_derived(model: nn.Module, recipe: Recipe) -> None:
-    """Compute the parameters left out by checkpoints, once allocated."""
+    """Compute the values of derived parameters, which must be allocated."""
     for name in recipe.derived:
         owner = model.get_submodule(name.rpartition(".")[0])
         parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]

@@ -1,10 +1,10 @@
 """The vision tower of GLM-4V-9B: EVA2-CLIP-E, and its adapter to the text model.
 
-Names of modules are those of the published tensors. A picture becomes patches of the tower's
-width; after all blocks four neighbours become a feature of the text model's width.
+Modules are named like the published tensors. An image is split into patches of the tower's width;
+after all blocks four neighbouring patches become one feature of the text model's width.
 
-Sources: Sun et al. 2023 (EVA-CLIP, arXiv:2303.15389) for blocks with norms behind the
-sublayers; Wang et al. 2023 (CogVLM, arXiv:2311.03079) for such a tower beside a text model.
+Sources: Sun et al. 2023 (EVA-CLIP, arXiv:2303.15389) for blocks with norms after the sublayers;
+Wang et al. 2023 (CogVLM, arXiv:2311.03079) for the combination of this tower with a text model.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class EvaClipConfig(PreTrainedConfig):
 
     @property
     def num_features(self) -> int:
-        """The number of features of a picture, without its begin and end."""
+        """The number of features of an image, without its begin and end."""
         return (self.image_size // self.patch_size // 2) ** 2
 
 
 class PatchEmbedding(nn.Module):
-    """Turns pixels into patches, behind a class token, with learned positions."""
+    """Embeds pixels as patches after a class token, with learned positions."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class PatchEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Full attention between all patches."""
+    """Bidirectional attention between the class token and all patches."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers."""
+    """Two linear layers with an activation between them."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class MLP(nn.Module):
 
 
 class EvaClipBlock(nn.Module):
-    """Attention and MLP, each followed by a norm and added."""
+    """Attention and MLP, each followed by a norm and added to the residual."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Blocks(nn.Module):
 
 
 class VisionAdapter(nn.Module):
-    """Projects the features of four patches into the text model's space."""
+    """Projects features with a gated MLP of the text model's width."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class VisionAdapter(nn.Module):
 
 
 class EvaClip(nn.Module):
-    """The tower: pixels to the features of a picture, its begin and end included."""
+    """The vision tower: pixels → features of an image, its begin and end included."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class EvaClip(nn.Module):
         side = self.config.image_size // self.config.patch_size
         grid = patches.transpose(1, 2).unflatten(2, (side, side))
         features = self.linear_proj(self.conv(grid).flatten(2).transpose(1, 2))
-        # A map by hand or of accelerate may have them elsewhere than the adapter.
+        # A device map may place these parameters and the adapter on different devices.
         edges = (edge.to(features.device) for edge in (self.boi, self.eoi))
         begin, end = (edge.expand(len(pixels), 1, -1) for edge in edges)
         whole: Tensor = torch.cat((begin, features, end), dim=1) / self.config.scaling_factor

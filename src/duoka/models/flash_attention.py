@@ -1,7 +1,7 @@
-"""A stand-in for a missing flash_attn, for published code.
+"""A replacement of the package flash_attn for remote code.
 
-This module stands for the package and each of its modules: it has the functions that published
-model code imports, with the same numbers and shapes. They run on any device, by PyTorch's
+This module stands for the package and for each of its modules. It has the functions that published
+model code imports, with the same results and shapes. They run on any device, use PyTorch's
 `scaled_dot_product_attention`, and refuse unknown arguments.
 """
 
@@ -20,7 +20,7 @@ flash_attn_interface = bert_padding = layers = rotary = sys.modules[__name__]
 
 
 class FlashAttnOptions(NamedTuple):
-    """The options of flash_attn, in the order of its positional arguments after q, k and v."""
+    """The options of flash_attn functions, in the order of their positional arguments."""
 
     dropout_p: float = 0.0
     softmax_scale: float | None = None
@@ -30,12 +30,12 @@ class FlashAttnOptions(NamedTuple):
 
 
 def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *args: Any, **named: Any) -> Tensor:
-    """Attention of [batch, queries, heads, head_dim] to [batch, keys, key_heads, head_dim].
+    """Compute attention of [batch, queries, heads, head_dim] to [batch, keys, key_heads, head_dim].
 
-    The last query belongs to the last key. A window is the numbers of keys before and behind it
-    that a query sees; a negative number means all of them.
+    The last query is at the position of the last key. `window_size` is the numbers of keys before
+    and after its position to which a query attends; a negative number means no limit.
     """
-    # Query i is at key `ahead + i`. Two queries over four keys, causal, with one key before:
+    # Query i is at the position of key `ahead + i`. Two queries over four keys, causal, window 1:
     #
     #   query 0   . x x .        row 0 from column ahead - left = 1 (triu) to ahead = 2 (tril)
     #   query 1   . . x x
@@ -62,9 +62,10 @@ def flash_attn_varlen_func(
     *args: Any,
     **kw: Any,
 ) -> Tensor:
-    """Attention within sequences in a packed row: [tokens, heads, head_dim].
+    """Compute attention within each sequence of a packed row [tokens, heads, head_dim].
 
-    The longest lengths follow as two arguments, then the arguments of `flash_attn_func`.
+    After the offsets `cu_seqlens_q` and `cu_seqlens_k` come two maximum lengths, which are ignored,
+    and the options of `flash_attn_func`.
     """
     options = {name: value for name, value in kw.items() if not name.startswith("max_seqlen_")}
     args = args[2 - len(kw) + len(options) :]
@@ -74,14 +75,17 @@ def flash_attn_varlen_func(
 
 
 def unpad_input(tensor: Tensor, attention_mask: Tensor) -> Any:
-    """Return unpadded tokens, their indices, cumulative lengths, and the longest length."""
+    """Return the tokens without padding, their indices, the cumulative lengths, and the maximum."""
     return padding._unpad_input(tensor, attention_mask)[:4]
 
 
 def apply_rotary_emb(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False
 ) -> Tensor:
-    """Turn the first dimensions of [batch, tokens, heads, head_dim] by [tokens, dims / 2]."""
+    """Apply rotary embeddings, [tokens, dims / 2], to the first `dims` dimensions of each head.
+
+    `x` is [batch, tokens, heads, head_dim]; the result is always a new tensor.
+    """
     size, axis = 2 * cos.shape[-1], -1 if interleaved else -2
     cos, sin = (part[: x.shape[1], None] for part in (cos, sin))
     first, second = x[..., :size].unflatten(-1, (-1, 2) if interleaved else (2, -1)).unbind(axis)

@@ -1,4 +1,4 @@
-"""From a checkpoint to its model without data, with weights in their final form."""
+"""Build the model of a checkpoint, without data but with quantized weights in place."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ from . import quantization
 from .text.tokenizer import load_tokenizer
 
 IMAGES_CONFIG = "_duoka_images_config"
-"""The attribute of a model that has its checkpoint's `images_config`."""
+"""The attribute of a model in which `build_model` stores its checkpoint's `images_config`."""
 
 
 def build_model(checkpoint: Checkpoint, workload: Workload) -> PreTrainedModel:
-    """Build the model of a checkpoint, without data."""
+    """Build the model of a checkpoint on the meta device, in the workload's dtype.
+
+    Weights are quantized as the workload demands, or as the checkpoint was published.
+    """
     method, tensors = method_of(checkpoint.config), checkpoint.tensors
     config = checkpoint.config if method is None else without_quantization(checkpoint.config)
     code = _code_of(checkpoint) if checkpoint.builds_own_model else None
     model = models.build(config, dtype=getattr(torch, workload.dtype), code=code)
-    # For made-up images; transformers' models don't know their image processors.
+    # Needed to make up images; transformers' models don't know their image processors.
     vars(model)[IMAGES_CONFIG] = checkpoint.images_config
     if method is None:
         assert workload.quantize != "auto", "resolve it first"
@@ -56,7 +59,7 @@ def tokenizer_of(
 
 
 def _code_of(checkpoint: Checkpoint) -> models.RemoteCode:
-    """Return the trusted code of a checkpoint."""
+    """Return the remote code of a trusted checkpoint."""
     return models.RemoteCode(
         checkpoint.path,
         {file.name: file.content for file in checkpoint.code},
@@ -65,7 +68,7 @@ def _code_of(checkpoint: Checkpoint) -> models.RemoteCode:
 
 
 def notes_of(model: PreTrainedModel, checkpoint: Checkpoint, workload: Workload) -> tuple[str, ...]:
-    """Return notes for people on how a model's weights are quantized."""
+    """Return notes for the user about a model's quantized weights; empty if there are none."""
     method = method_of(checkpoint.config)
     if method is None:
         assert workload.quantize != "auto", "resolve it first"

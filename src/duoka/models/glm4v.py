@@ -1,9 +1,9 @@
 """GLM-4V-9B: GLM-4-9B with a vision tower, under the published names.
 
-The published configuration is that of the text model with a ``vision_config`` and the two tokens
-around a picture. Pictures come as `pixel_values` or, as the published code calls them, `images`;
-prompts with the three tokens of the published tokenizer, or with `boi_token_id` for every feature
-of a picture, the form that transformers can read in chunks. `ImageTokens` has both.
+The published configuration is that of the text model, with a ``vision_config`` and the two tokens
+around an image. Images are passed as `pixel_values` or, as in the published code, `images`. An
+image in a prompt is either the three tokens of the published tokenizer, or `boi_token_id` for each
+of its features: the expanded form, which chunked prefill needs. `ImageTokens` describes both.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class GLM4VConfig(ChatGLMConfig):
     eoi_token_id: int = 151340
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Read the tower's part."""
+        """Parse the ``vision_config``."""
         if not isinstance(self.vision_config, EvaClipConfig):
             self.vision_config = EvaClipConfig(**(self.vision_config or {}))
         super().__post_init__(**kwargs)
 
     @property
     def image_tokens(self) -> ImageTokens:
-        """The tokens of pictures in prompts."""
+        """The image tokens of prompts."""
         vision: Any = self.vision_config
         return ImageTokens(self.boi_token_id, self.eoi_token_id, vision.num_features)
 
@@ -58,20 +58,20 @@ class GLM4VModel(ChatGLMModel):
     config_class = GLM4VConfig
     input_modalities = ["image", "text"]  # noqa: RUF012
     _no_split_modules = ["ChatGLMDecoderLayer", "EvaClipBlock"]  # noqa: RUF012
-    _supports_flash_attn = False  # takes repeated positions for another sequence's
+    _supports_flash_attn = False  # it would take repeated positions for a new packed sequence
 
     def __init__(self, config: GLM4VConfig) -> None:
         super().__init__(config)
         self.vision = EvaClip(config)
 
     def get_image_features(self, pixel_values: Tensor, return_dict: Literal[True] = True) -> Any:
-        """Encode pictures as features: `pooler_output` [pictures, tokens, width]."""
+        """Encode images as features: `pooler_output` [images, tokens, width]."""
         return BaseModelOutputWithPooling(pooler_output=self.vision(pixel_values))
 
-    # All patches of a picture share a position, so the next position can't be derived from the
-    # length of the cache. It is kept beside the cache as `reached` = (length, [batch, 2]): the next
-    # position, and how many tokens of an unfinished picture the last chunk ended with. Example, 4
-    # patches, after the chunk "text begin begin": length 3, next position 3, begun 2.
+    # All patches of an image share a position, so the next position doesn't follow from the length
+    # of the cache. The cache has it in an attribute `reached` = (length, [batch, 2]): the next
+    # position, and the number of tokens of an unfinished image at the end of the last chunk.
+    # With 4 patches, after the chunk "text begin begin": length 3, next position 3, begun 2.
     @takes_cache
     def forward(
         self,
@@ -84,10 +84,10 @@ class GLM4VModel(ChatGLMModel):
         mm_encoder_outputs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Read tokens, and pictures in their places; see `GlmModel`.
+        """Compute hidden states of text with images; see `GlmModel`.
 
-        pixel_values [pictures, channels, height, width], in the order of the prompts' pictures;
-        mm_encoder_outputs: instead of these, what `get_image_features` made of them, as "image"
+        `pixel_values` are [images, channels, height, width], in the order of the prompts' images.
+        `mm_encoder_outputs` may have the output of `get_image_features` for them, as "image".
         """
         encoded = (mm_encoder_outputs or {}).get("image")
         if pixel_values is not None:
@@ -101,14 +101,14 @@ class GLM4VModel(ChatGLMModel):
                 reached = functional.pad(position_ids[:, -1:] + 1, (0, 1))
             _, before = getattr(cache, "reached", (0, None))
             if reached is not None and before is not None and before.shape == reached.shape:
-                reached = before.copy_(reached)  # so that a step frees nothing of an earlier one
+                reached = before.copy_(reached)  # in place: no memory is freed
             inputs_embeds = self.embed_tokens(input_ids)
         if encoded is not None:
             if input_ids is None:
                 raise UsageError("images need input_ids with image tokens")
-            inputs_embeds = self._with_pictures(inputs_embeds, input_ids, encoded.pooler_output)
+            inputs_embeds = self._insert_features(inputs_embeds, input_ids, encoded.pooler_output)
             if attention_mask is None and cache is None:
-                # Without a mask transformers takes repeated positions for another sequence's.
+                # Without a mask transformers would take repeated positions for a packed sequence.
                 attention_mask = torch.ones_like(input_ids)
         kwargs |= {"attention_mask": attention_mask, "position_ids": position_ids}
         outputs = super().forward(cache=cache, inputs_embeds=inputs_embeds, **kwargs)
@@ -120,11 +120,12 @@ class GLM4VModel(ChatGLMModel):
     def positions(
         self, ids: Tensor, mask: Tensor | None = None, cache: Any = None
     ) -> tuple[Tensor, Tensor]:
-        """Compute `ImageTokens.positions` of tokens behind those in a cache."""
+        """Compute `ImageTokens.positions` of tokens that follow the tokens in a cache."""
         first: Any = 0 if cache is None else cache.get_seq_length()
         begun: Any = 0
         if first and hasattr(cache, "reached"):
-            # Not as many as the cache has tokens: those of a picture are at one position.
+            # The next position is less than the cache's length after an image. Tokens that were
+            # added to the cache since `reached` was set count one position each.
             length, reached = cache.reached
             last, begun = reached.split(1, dim=1)
             first = last + (first - length)
@@ -132,8 +133,8 @@ class GLM4VModel(ChatGLMModel):
         positions, begun = self.config.image_tokens.positions(ids, mask, begun)
         return positions + first, begun
 
-    def _with_pictures(self, embeds: Any, ids: Tensor, pictures: Any) -> Tensor:
-        """Replace the embeddings of picture tokens by features."""
+    def _insert_features(self, embeds: Any, ids: Tensor, pictures: Any) -> Tensor:
+        """Replace the embeddings of image tokens by the features of images."""
         joined = pictures.flatten(0, 1) if isinstance(pictures, Tensor) else torch.cat(pictures)
         features = joined.to(embeds)
         where = ids == self.config.boi_token_id
@@ -150,7 +151,7 @@ class GLM4VModel(ChatGLMModel):
 
 
 class GLM4VForConditionalGeneration(ChatGLMForCausalLM):
-    """The decoder with its language-model head, and the tower."""
+    """The decoder with its language-model head, and the vision tower."""
 
     config: GLM4VConfig
     config_class = GLM4VConfig
@@ -180,9 +181,9 @@ class GLM4VForConditionalGeneration(ChatGLMForCausalLM):
         mm_encoder_outputs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Read tokens and pictures; see `GlmForCausalLM` and `GLM4VModel`.
+        """Compute logits of text with images; see `GlmForCausalLM` and `GLM4VModel`.
 
-        Logits and labels are those of prompts that are written out.
+        With images, prompts and labels are expanded: logits belong to the tokens of that form.
         """
         kwargs |= {"pixel_values": kwargs.pop("images", pixel_values)}
         kwargs |= {"mm_encoder_outputs": mm_encoder_outputs, "inputs_embeds": inputs_embeds}
@@ -194,20 +195,20 @@ class GLM4VForConditionalGeneration(ChatGLMForCausalLM):
         return super().forward(**rows, **kwargs)
 
     def get_image_features(self, pixel_values: Tensor, return_dict: Literal[True] = True) -> Any:
-        """Encode pictures as features for the decoder; see `GLM4VModel`."""
+        """Encode images as features for the decoder; see `GLM4VModel`."""
         return self.model.get_image_features(pixel_values, return_dict)
 
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Generate; the result begins with the given prompt."""
-        inherited: Any = super()  # whose type asks for another class
+        """Generate; the result begins with the given prompt, not with its expanded form."""
+        inherited: Any = super()  # its annotated `self` is another class
         prompt = inputs if inputs is not None else kwargs.pop("input_ids", None)
         pixels = kwargs.pop("images", kwargs.pop("pixel_values", None))
         if pixels is not None:
             kwargs["pixel_values"] = pixels
         if prompt is None or (pixels is None and kwargs.get("mm_encoder_outputs") is None):
             return inherited.generate(prompt, *args, **kwargs)
-        if not hasattr(self, "_supports_mm_encoder_outputs"):  # then pictures would be lost
+        if not hasattr(self, "_supports_mm_encoder_outputs"):  # images would be lost
             stated = kwargs.get("generation_config") or self.generation_config
             if kwargs.get("prefill_chunk_size", stated.prefill_chunk_size) is not None:
                 raise UsageError(
@@ -233,13 +234,13 @@ class GLM4VForConditionalGeneration(ChatGLMForCausalLM):
     def _expand_inputs_for_generation(
         self, expand_size: int = 1, *args: Any, input_ids: Any = None, **kwargs: Any
     ) -> Any:
-        """Repeat each prompt and its pictures for the beams."""
+        """Repeat each prompt and its images `expand_size` times."""
         inherited: Any = super()
         pixels = kwargs.pop("pixel_values", None)
         ids, kwargs = inherited._expand_inputs_for_generation(
             expand_size, *args, input_ids=input_ids, **kwargs
         )
-        if pixels is not None:  # which transformers encodes before, in its newer versions
+        if pixels is not None:  # newer versions of transformers have encoded the images before
             tokens = self.config.image_tokens
             counts = (input_ids == tokens.begin).sum(1) // tokens.num_tokens
             of_prompts = pixels.split(counts.tolist())
@@ -250,19 +251,19 @@ class GLM4VForConditionalGeneration(ChatGLMForCausalLM):
     def _prepare_position_ids_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]
     ) -> Any:
-        """Compute positions of all tokens, cached ones included, for `generate` to continue."""
+        """Compute positions for `generate`, padded on the left for cached tokens."""
         ids = model_kwargs.get("input_ids")
         ids = inputs_tensor if ids is None or not ids.shape[1] else ids
         mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get(CACHE)
         past = 0 if mask is None else mask.shape[1] - ids.shape[1]
         if ids.is_floating_point() or (past and not hasattr(cache, "reached")):
-            inherited: Any = super()  # without types there
+            inherited: Any = super()  # not annotated there
             return inherited._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
         positions, _ = self.model.positions(ids, mask, cache if past else None)
         return functional.pad(positions, (past, 0))
 
 
 def register() -> None:
-    """Make transformers' Auto classes know the model. Idempotent."""
+    """Register the model with transformers' Auto classes. Idempotent."""
     for auto in (AutoModelForImageTextToText, AutoModelForCausalLM):
         auto.register(GLM4VConfig, GLM4VForConditionalGeneration, exist_ok=True)

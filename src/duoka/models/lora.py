@@ -1,9 +1,10 @@
-"""LoRA adapters: low-rank updates of modules, in a model's own names or in published names.
+"""LoRA adapters: low-rank updates of modules, in native form or in published form.
 
-duoka builds the ChatGLM family with a query, a key and a value projection, where the published code
-has one fused matrix, `query_key_value`; other modules have other names. Both forms of an adapter
-are equivalent. The parts of a fused adapter share its A, and split the rows of its B. Three
-separate adapters are a fused one with the sum of their ranks:
+The native form has the names of the class that duoka builds. For the ChatGLM family that class has
+a query, a key and a value projection, where the published code has one fused matrix,
+`query_key_value`; other modules have other names, too. Both forms of an adapter are equivalent. A
+fused adapter becomes three adapters with its A, each with some rows of its B. Three separate
+adapters become a fused one with the sum of their ranks:
 
     A = [A_q; A_k; A_v]      B = diag(B_q, B_k, B_v)
 """
@@ -32,13 +33,13 @@ _PUBLISHED = {native: published for published, native in RENAMED.items()}
 _KEYS = ("lora_A.weight", "lora_B.weight")
 _EMBEDDING_KEYS = ("lora_embedding_A", "lora_embedding_B")
 _ADAPTER = "default"
-# An update of a weight is computed so many elements at a time.
+# Merging computes the update of a weight in slices of about this number of elements.
 _MERGED_ELEMENTS = 2**18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRank:
-    """An update of a module's weight: `scaling` times `up` @ `down`.
+    """A low-rank update of a module's weight: `scaling` times `up` @ `down`.
 
     Parameters
     ----------
@@ -46,11 +47,12 @@ class LowRank:
         peft's A, [rank, inputs], and B, [outputs, rank].
     scaling : float
     is_embedding : bool
-        Whether the module is an embedding; its weight, [tokens, size], is the transposed product.
+        True if the module is an embedding; its weight, [tokens, size], gets the transposed product.
     parameter : str or None
-        The adapted parameter of a module that is no layer; it may be a stack of experts.
+        Name of the adapted parameter if the module isn't a layer with a weight, such as a stack of
+        experts; None for layers.
     num_experts : int
-        Of the stack; each expert has its own rank.
+        Number of experts in the stack; `down` and `up` hold the ranks of all experts.
     """
 
     down: Tensor
@@ -62,12 +64,12 @@ class LowRank:
 
     @property
     def rank(self) -> int:
-        """The rank."""
+        """The rank of the update; in a stack, of each expert."""
         return len(self.down) // self.num_experts
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """`down` and `up`, by their names in peft's files after the module's name."""
+        """`down` and `up`, by the suffixes of their names in peft's files."""
         keys = _EMBEDDING_KEYS if self.is_embedding else _KEYS
         return dict(zip(keys, (self.down, self.up), strict=True))
 
@@ -79,12 +81,12 @@ class LoraAdapter:
     Parameters
     ----------
     layers : mapping of str to LowRank
-        By the name of the module in peft: of two adapted parameters of a module the second is in
-        its `base_layer`.
+        Updates by peft's name of the module. If two parameters of a module are adapted, the second
+        one has the name of the module's `base_layer`.
     base : str
-        The base model, as peft names it.
+        Name of the base model, as in peft's configuration.
     dropout : float
-        Of the inputs, in training.
+        Dropout of the adapters' inputs in training.
     """
 
     layers: Mapping[str, LowRank]
@@ -92,19 +94,19 @@ class LoraAdapter:
     dropout: float = 0.0
 
     def target(self, name: str) -> str:
-        """Return the name of the adapted module or parameter, by peft's name of the module."""
+        """Return the name of the adapted module or parameter; `name` is peft's of the module."""
         parameter = self.layers[name].parameter
         return name if parameter is None else f"{base_name(name)}.{parameter}"
 
     @property
     def common(self) -> tuple[int, float]:
-        """The rank and the scaling of most layers."""
+        """The most common rank and scaling of the layers."""
         pairs = Counter((layer.rank, layer.scaling) for layer in self.layers.values())
         return pairs.most_common(1)[0][0]
 
     @property
     def training_settings(self) -> dict[str, Any]:
-        """Arguments of `Training` for a run from this adapter on."""
+        """Arguments of `Training` for a run that starts from this adapter."""
         rank, scaling = self.common
         return {
             "lora_rank": rank,
@@ -117,62 +119,67 @@ class LoraAdapter:
 
 
 def native_form(adapter: LoraAdapter, config: Mapping[str, Any]) -> LoraAdapter:
-    """Translate an adapter into the names of the class that duoka builds of a configuration."""
+    """Convert an adapter to native form: the names of the class that duoka builds for a config."""
     if config.get("model_type") != CHATGLM:
         return adapter
     layers: dict[str, LowRank] = {}
     for name, layer in adapter.layers.items():
         if name.endswith(_FUSED):
-            rows = _rows(config)
+            rows = _count_rows(config)
             if len(layer.up) != sum(rows):
                 raise LoadError(
                     f"the adapter doesn't match this model: {name} has {len(layer.up)} rows, and "
                     f"{sum(rows)} are needed"
                 )
-            around = _renamed(name.removesuffix(_FUSED), RENAMED)
+            prefix = _rename_parts(name.removesuffix(_FUSED), RENAMED)
             for part, up in zip(_PARTS, layer.up.split(rows), strict=True):
-                layers[f"{around}{part}"] = replace(layer, up=up)
+                layers[f"{prefix}{part}"] = replace(layer, up=up)
         else:
-            layers[_renamed(name, RENAMED)] = layer
+            layers[_rename_parts(name, RENAMED)] = layer
     return replace(adapter, layers=layers)
 
 
 def published_form(adapter: LoraAdapter, config: Mapping[str, Any]) -> LoraAdapter:
-    """Translate an adapter into the names of the code published with a configuration."""
+    """Convert an adapter to published form: the names of the code published with a config."""
     if config.get("model_type") != CHATGLM:
         return adapter
     layers: dict[str, LowRank] = {}
     for name, layer in adapter.layers.items():
         part = next((part for part in _PARTS if name.endswith(f".{part}")), None)
         if part is None:
-            layers[_renamed(name, _PUBLISHED)] = layer
+            layers[_rename_parts(name, _PUBLISHED)] = layer
             continue
-        around = name.removesuffix(part)
-        fused = f"{_renamed(around, _PUBLISHED)}{_FUSED}"
+        prefix = name.removesuffix(part)
+        fused = f"{_rename_parts(prefix, _PUBLISHED)}{_FUSED}"
         if fused not in layers:
-            parts = [adapter.layers.get(f"{around}{end}") for end in _PARTS]
-            layers[fused] = _fuse(parts, _rows(config))
+            parts = [adapter.layers.get(f"{prefix}{end}") for end in _PARTS]
+            layers[fused] = _fuse(parts, _count_rows(config))
     return replace(adapter, layers=layers)
 
 
-def _renamed(name: str, replacements: Mapping[str, str]) -> str:
+def _rename_parts(name: str, replacements: Mapping[str, str]) -> str:
+    """Apply all replacements to the parts of a module's name."""
     for part, replacement in replacements.items():
         name = name.replace(part, replacement)
     return name
 
 
-def _rows(config: Mapping[str, Any]) -> list[int]:
-    """Return the numbers of rows of query, key and value in the fused matrix."""
+def _count_rows(config: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of rows of query, key and value in `query_key_value`."""
     parsed = cast(Any, resolve(config)[0])
     heads, groups = parsed.num_attention_heads, parsed.num_key_value_heads
     return [count * parsed.head_dim for count in (heads, groups, groups)]
 
 
-# For adapters of query (rank 2) and value (rank 3), none of key: A is [A_q; A_v], 5 rows. B has the
-# rows of query, key and value; B_q stands in columns 0:2 of the first, B_v in columns 2:5 of the
-# last, all else is zero. A file has one scaling, so another scaling of a part goes into its B.
+# With adapters of query (rank 2) and value (rank 3), but none of key, A is [A_q; A_v] with 5 rows.
+# B has rows for query, key and value: B_q fills columns 0:2 of the query's rows, B_v columns 2:5 of
+# the value's rows, and all else is zero. The fused adapter has one scaling, so the B of a part with
+# another scaling is multiplied by their ratio.
 def _fuse(parts: list[LowRank | None], rows: list[int]) -> LowRank:
-    """Fuse adapters of query, key and value; a part without an adapter gets rows of zeros."""
+    """Fuse the adapters of query, key and value; None gets rows of zeros.
+
+    `rows` are the numbers of rows of query, key and value.
+    """
     present = [part for part in parts if part is not None]
     scaling = present[0].scaling
     down = torch.cat([part.down for part in present])
@@ -187,7 +194,7 @@ def _fuse(parts: list[LowRank | None], rows: list[int]) -> LowRank:
     return LowRank(down=down, up=up, scaling=scaling)
 
 
-# ── in a model ──
+# ── adapters in a model ──
 
 
 def put_adapter(model: nn.Module, adapter: LoraAdapter) -> None:
@@ -196,7 +203,7 @@ def put_adapter(model: nn.Module, adapter: LoraAdapter) -> None:
     Raises
     ------
     LoadError
-        If it isn't for this model; then nothing has changed.
+        If the adapter doesn't match the model, which is then unchanged.
     """
     refuse_other_model(model, adapter)
     layers, (rank, _) = adapter.layers, adapter.common
@@ -225,7 +232,8 @@ def merge_adapter(model: nn.Module, adapter: LoraAdapter) -> None:
     Raises
     ------
     LoadError
-        If it isn't for this model, or changes weights that modules share; then nothing has changed.
+        If the adapter doesn't match the model, or changes tied weights or parameters other than
+        the weights of layers; the model is then unchanged.
     """
     refuse_other_model(model, adapter)
     for name, layer in adapter.layers.items():
@@ -236,9 +244,9 @@ def merge_adapter(model: nn.Module, adapter: LoraAdapter) -> None:
                 f"the adapter changes {', '.join(users) or name}, which can't be merged in place",
                 hint="merge it into a checkpoint with the tool that trained it",
             )
-    # W += scaling · B A, some rows of B at a time, so that no whole product exists in 32 bit: for
-    # a W [4096, 4096] 64 rows make 1 MiB instead of 64 MiB. Weights of embeddings and of Conv1D
-    # are stored as [inputs, outputs]; their transposed view has the rows of B.
+    # W += scaling · B A, some rows of B at a time, so that the full product in float32 never
+    # exists: for a W [4096, 4096], 64 rows take 1 MiB instead of 64 MiB. Weights of embeddings and
+    # of Conv1D are stored as [inputs, outputs], so their transposed views are changed.
     for name, layer in adapter.layers.items():
         module = model.get_submodule(name)
         values = cast(nn.Parameter, module.weight).data
@@ -246,12 +254,12 @@ def merge_adapter(model: nn.Module, adapter: LoraAdapter) -> None:
         target = values.t() if is_transposed else values
         down, up = (part.to(values.device, torch.float32) for part in (layer.down, layer.up))
         rows = max(1, _MERGED_ELEMENTS // target.shape[1])
-        for place, raised in zip(target.split(rows), up.split(rows), strict=True):
-            place += (layer.scaling * (raised @ down)).to(place.dtype)
+        for weight_rows, up_rows in zip(target.split(rows), up.split(rows), strict=True):
+            weight_rows += (layer.scaling * (up_rows @ down)).to(weight_rows.dtype)
 
 
 def fill_adapter(model: nn.Module, adapter: LoraAdapter) -> None:
-    """Copy an adapter in native form into a model's adapters, as far as they have data.
+    """Copy an adapter in native form into a model's adapters; skip adapters on the meta device.
 
     Raises
     ------
@@ -284,7 +292,7 @@ def fill_adapter(model: nn.Module, adapter: LoraAdapter) -> None:
 
 
 def adapter_of(model: nn.Module, tensors: Mapping[str, Tensor], *, base: str = "") -> LoraAdapter:
-    """Return the adapter in a model, with values from tensors by their names in the model.
+    """Return the adapter in a model, with values from `tensors`, by their names in the model.
 
     Raises
     ------
@@ -313,7 +321,7 @@ def adapter_of(model: nn.Module, tensors: Mapping[str, Tensor], *, base: str = "
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the modules of a model with an adapter, by name."""
+    """Yield the adapted modules of a model, with their names."""
     from peft.tuners.lora import LoraLayer
 
     for name, module in model.named_modules():
@@ -322,13 +330,16 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _in_model(key: str) -> str:
-    """Translate a tensor's name in a file into its name in an adapted module."""
+    """Convert a tensor's name in peft's files into its name in an adapted module.
+
+    For example lora_A.weight → lora_A.default.weight.
+    """
     kind, dot, weight = key.partition(".")
     return f"{kind}.{_ADAPTER}{dot}{weight}"
 
 
 def refuse_other_model(model: nn.Module, adapter: LoraAdapter) -> None:
-    """Raise LoadError if an adapter in native form isn't for a model without adapters."""
+    """Raise LoadError if an adapter in native form doesn't match a model without adapters."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     for name, layer in adapter.layers.items():
         if layer.parameter is None:
@@ -337,7 +348,7 @@ def refuse_other_model(model: nn.Module, adapter: LoraAdapter) -> None:
             stack = parameters.get(adapter.target(name))
             sizes = None if stack is None else tuple(stack.shape[-2:])
         ends = (layer.down.shape[1], len(layer.up))
-        # A stack has the two in either order.
+        # Stacks of experts store inputs and outputs in either order.
         if ends == sizes or (sizes and layer.parameter is not None and ends == sizes[::-1]):
             continue
         difference = f"no module called {adapter.target(name)} can have an adapter"
@@ -351,7 +362,7 @@ def refuse_other_model(model: nn.Module, adapter: LoraAdapter) -> None:
 
 
 def _sizes(module: Any) -> tuple[int, ...] | None:
-    """Return the numbers of inputs and outputs of a module; None if it can't have an adapter."""
+    """Return the numbers of inputs and outputs; None if the module can't have an adapter."""
     match module:
         case nn.Linear():
             return module.in_features, module.out_features

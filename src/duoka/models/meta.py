@@ -1,7 +1,7 @@
-"""Construct a module whose parameters have no storage and whose buffers are real.
+"""Construct a module with parameters on the meta device and buffers with values.
 
-PyTorch's own ``torch.device("meta")`` puts buffers on meta as well, and they cannot be computed
-afterwards: only the constructor knows the values of a rotary frequency or a mask.
+PyTorch's own ``torch.device("meta")`` puts buffers on the meta device, too. Their values are lost
+then: only the constructor can compute a rotary frequency or a mask.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from transformers.initialization import no_init_weights
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
-# Parameters of this many elements are worth no allocation, even briefly (64 MiB in 16 bit).
+# Floating-point tensors of this many elements are never allocated, even briefly (64 MiB in 16 bit).
 _LARGE = 1 << 25
-# More than any model's masks and positions take. A hostile configuration asks for all memory.
+# More than the masks and positions of any model need; a hostile configuration may request more.
 _MOST_BYTES = 1 << 33
 _EMPTY = frozenset({torch.empty, torch.empty_strided})
 _FILLED = frozenset({torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
@@ -29,9 +29,10 @@ _WRITTEN = _FILLED | {torch.arange, torch.eye, torch.linspace}
 
 
 class _Bounded(TorchFunctionMode):
-    """Refuses tensors too large for any model's buffers.
+    """Raises ValueError for tensors too large for the buffers of any model.
 
-    `lazily` puts tensors on meta that only hold weights: uninitialised, or large and floating.
+    With `lazily`, tensors that presumably become weights are created on the meta device:
+    uninitialized tensors, and large floating-point tensors.
     """
 
     def __init__(self, *, lazily: bool) -> None:
@@ -60,7 +61,7 @@ class _Bounded(TorchFunctionMode):
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Replace parameters by parameters on meta at registration, in this thread only."""
+    """Move parameters to the meta device when they are registered, in this thread only."""
     thread = threading.get_ident()
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> object:
@@ -68,7 +69,7 @@ def _parameters_on_meta() -> Iterator[None]:
             return None
         return nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
 
-    # By torch's annotation a hook returns nothing; by its documentation it may replace.
+    # torch's annotation says that a hook returns None; its documentation allows a replacement.
     hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
         yield
@@ -76,28 +77,29 @@ def _parameters_on_meta() -> Iterator[None]:
         hook.remove()
 
 
-# Two attempts. The first allocates nothing for weights: parameters are moved to meta when they are
-# registered, and uninitialised or very large floating-point tensors are made there. It fails where
-# a constructor computes with such a tensor, and leaves a stray meta tensor where a buffer is made
-# by `torch.empty` and filled in place. Both are seen afterwards; the second attempt then keeps all
-# tensors but parameters on the CPU, and `_init_weights` fills what the constructor left undefined.
+# There are up to two attempts. The first one allocates no memory for weights: parameters move to
+# the meta device when they are registered, and uninitialized or very large floating-point tensors
+# are created there. This fails if a constructor computes with the values of such a tensor. If a
+# constructor creates a buffer by `torch.empty` and fills it in place, the buffer stays on the meta
+# device ("stray"). In both cases the second attempt keeps all tensors except parameters on the CPU,
+# and `_init_weights` then fills the formerly stray buffers.
 def construct(make: Callable[[], _Module]) -> _Module:
-    """Call `make` and return its module: parameters on meta, everything else as constructed.
+    """Call `make` and return its module, with parameters on the meta device.
 
-    Weights are not initialised. Buffers, persistent or not, and tensors that modules keep as plain
-    attributes are on the CPU with the values that the constructor gives them.
+    Weights are not initialized. Buffers, persistent or not, and tensors that modules keep as plain
+    attributes are on the CPU, with the values of the constructor.
     """
     stray: list[str] = []
     with _parameters_on_meta(), no_init_weights():
         try:
             with _Bounded(lazily=True):
                 module = make()
-            stray = list(_stray(module))
+            stray = list(_find_stray_owners(module))
             if not stray:
                 return module
         except Exception:
-            # The code computes with an uninitialised tensor, or it is wrong in any case: running it
-            # without meta tells, and has the error to report.
+            # Either the code computes with a tensor on the meta device, or it fails in any case:
+            # then the second attempt raises the error to report.
             pass
         with _Bounded(lazily=False):
             module = make()
@@ -105,8 +107,8 @@ def construct(make: Callable[[], _Module]) -> _Module:
     return module
 
 
-def _stray(module: nn.Module) -> Iterator[str]:
-    """Yield the owners of tensors on meta other than parameters."""
+def _find_stray_owners(module: nn.Module) -> Iterator[str]:
+    """Yield the names of modules with tensors on the meta device other than parameters."""
     for name, child in module.named_modules():
         values = [*child._buffers.values(), *vars(child).values()]
         if any(isinstance(value, Tensor) and value.is_meta for value in values):
@@ -114,7 +116,10 @@ def _stray(module: nn.Module) -> Iterator[str]:
 
 
 def _initialize_owners(module: nn.Module, names: list[str]) -> None:
-    """Let transformers' models fill buffers left uninitialised by the constructor."""
+    """Fill the uninitialized buffers of the named modules.
+
+    Calls `_init_weights` of the nearest transformers model around each module.
+    """
     for name in names:
         path = name.split(".") if name else []
         for length in range(len(path), -1, -1):

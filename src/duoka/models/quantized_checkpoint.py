@@ -1,4 +1,4 @@
-"""Models of checkpoints published quantized, with weights of stored tensors."""
+"""Models of checkpoints published quantized: their weights hold the stored tensors."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from duoka.errors import ModelError
 from .conversion import Recipe, plan_tensors
 from .quantization import StoredWeight
 
-_MOST_NAMES = 5  # of each kind that an error tells
+_MOST_NAMES = 5  # number of tensors that an error lists for each problem
 
 
-# A stored tensor, and its share in a weight.
-_Held = tuple[TensorInfo, float]
+# A stored tensor, and the fraction of its bytes that belongs to a weight of the model.
+_Share = tuple[TensorInfo, float]
 
 
 def hold_as_stored(model: nn.Module, stored: Stored, tensors: Mapping[str, TensorInfo]) -> None:
-    """Make the quantized weights of a model consist of the checkpoint's stored tensors."""
+    """Replace the quantized weights of a model by `StoredWeight`s of the checkpoint's tensors."""
     shapes = {name: tensors[name].shape for name in stored.plain} | dict.fromkeys(stored.weights)
     recipe = plan_tensors(model, shapes)
     parameters = {name for name, _ in model.named_parameters()}
@@ -35,7 +35,7 @@ def hold_as_stored(model: nn.Module, stored: Stored, tensors: Mapping[str, Tenso
         and not is_wide(tensors[piece.source])
     ]
     _refuse_differences(recipe, stored, unscaled)
-    for target, kinds in _by_target(recipe, stored).items():
+    for target, kinds in _group_by_target(recipe, stored).items():
         parameter = model.get_parameter(target)
         tensors_by_kind = {kind: _tensor(group) for kind, group in kinds.items()}
         weight = StoredWeight(tensors_by_kind, parameter.shape, parameter.dtype)
@@ -45,7 +45,7 @@ def hold_as_stored(model: nn.Module, stored: Stored, tensors: Mapping[str, Tenso
 
 
 def _refuse_differences(recipe: Recipe, stored: Stored, unscaled: Sequence[str]) -> None:
-    """Refuse missing tensors and tensors of another model, all by name."""
+    """Raise ModelError for missing tensors and for tensors of another model or shape, by name."""
     faults = [
         f"{len(names)} {text}: {', '.join(names[:_MOST_NAMES])}"
         for names, text in (
@@ -65,18 +65,18 @@ def _refuse_differences(recipe: Recipe, stored: Stored, unscaled: Sequence[str])
         )
 
 
-# A weight of the model may be filled by a part of a stored weight, or by several. Of a fused
-# query_key_value with 6 of 10 rows for the query, q_proj holds 60 % of the bytes of each stored
-# tensor (packed values, scales); a stack of 8 experts holds the tensors of all 8, kind by kind.
-def _by_target(recipe: Recipe, stored: Stored) -> dict[str, dict[str, list[_Held]]]:
-    """Group the stored tensors by weight of the model and by kind, in the checkpoint's order."""
+# A weight of the model may be a part of a stored weight, or made of several. If the query has 6 of
+# 10 rows of a fused query_key_value, q_proj holds 60 % of the bytes of each stored tensor (packed
+# values, scales). A stack of 8 experts holds the stored tensors of all 8, grouped by kind.
+def _group_by_target(recipe: Recipe, stored: Stored) -> dict[str, dict[str, list[_Share]]]:
+    """Group stored tensors by the model's weight and by kind (packed values, scales)."""
     sources = []
     for piece in recipe.pieces:
         size = prod(stop - start for start, stop in piece.source_box)
         sources.append((piece.target, piece.source, size / max(prod(piece.source_shape), 1)))
     for custom in recipe.customs:
         sources += [(custom.targets[0], name, 1.0) for name in custom.sources]
-    by_target: dict[str, dict[str, list[_Held]]] = {}
+    by_target: dict[str, dict[str, list[_Share]]] = {}
     for target, weight, share in sources:
         for info in stored.weights.get(weight, ()):
             part = info.name.removeprefix(weight.removesuffix("weight"))
@@ -85,8 +85,11 @@ def _by_target(recipe: Recipe, stored: Stored) -> dict[str, dict[str, list[_Held
     return by_target
 
 
-def _tensor(group: list[_Held]) -> Tensor:
-    """Make the tensor of a kind; several become one where the model stacks them."""
+def _tensor(group: list[_Share]) -> Tensor:
+    """Return a tensor on the meta device with the bytes of a group of stored tensors.
+
+    A single, whole stored tensor keeps its shape and dtype; otherwise the result is uint8.
+    """
     info, share = group[0]
     dtype = getattr(torch, str(info.dtype), None)
     if len(group) == 1 and share == 1 and dtype is not None and info.shape is not None:

@@ -1,8 +1,8 @@
-"""Importing a checkpoint's model code from its own files.
+"""Import the model code of a checkpoint (remote code) from its own files.
 
-Transformers runs a copy of such code, in a folder of its own. Reports of faults should name the
-user's files: here modules have the names of these files, and run their content as it was read once.
-Nothing is written, no cache of bytecode either.
+transformers runs a copy of such code in its cache directory. Here modules have the paths of the
+checkpoint's own files, so that reports of faults name the user's files. They run the content that
+was read once. Nothing is written, not even a bytecode cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from duoka.errors import ModelError
 from . import transformers4
 from .cache_argument import takes_cache
 
-# "file.Class"; transformers would fetch "org/name--file.Class" from another repository and run it.
+# "file.Class". transformers would also download and run code of another repository, written as
+# "org/name--file.Class".
 _REFERENCE = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*", re.ASCII)
 _CALLED = {"forward", "prepare_inputs_for_generation"}
 OTHER_VERSIONS = "the code was written for other library versions; see that call"
@@ -34,17 +35,17 @@ _FLASH_ATTENTION = re.compile("flash[-_ ]?att", re.IGNORECASE)
 
 
 def stop_hint(message: str, hint: str = OTHER_VERSIONS) -> str:
-    """Return the hint for an error of such code."""
+    """Return the hint for an error of remote code; a special one for a missing flash_attn."""
     if _FLASH_ATTENTION.search(message):
         return f'{missing_module("flash_attn")}, or "_attn_implementation": "eager" in config.json'
     return hint
 
 
 class RemoteCode(MetaPathFinder):
-    """The files of a checkpoint's code, in a package whose name follows from their content.
+    """The code files of a checkpoint, importable as a package named by a content hash.
 
-    `legacy` says that they were written for transformers 4. The modules stay importable for the
-    life of the process, as others do: code may import them when it runs.
+    `legacy` means that the code was written for transformers 4. The modules stay importable for the
+    life of the process, because code may import them later when it runs.
     """
 
     def __init__(self, directory: Path, files: Mapping[str, bytes], *, legacy: bool) -> None:
@@ -82,7 +83,7 @@ class RemoteCode(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Answer for the package and its modules."""
+        """Return the spec of the package or of a module in the package; None for other names."""
         if fullname == self._package:
             return ModuleSpec(fullname, None, is_package=True)
         package, _, module = fullname.partition(".")
@@ -97,6 +98,8 @@ class RemoteCode(MetaPathFinder):
 
 
 class _Loader(SourceLoader):
+    """Runs a module from its content, adapted to transformers 4 or 5."""
+
     def __init__(self, path: Path, content: bytes, *, legacy: bool) -> None:
         self._path = path
         self._content = content

@@ -1,8 +1,7 @@
-"""Preparing a model for training: trainable parameters, their types, and checkpointing.
+"""Prepare a model for training: trainable parameters, their dtypes, and gradient checkpointing.
 
-Adapters are peft's own, put into the model in place: its modules keep their names, and the added
-parameters lie inside the adapted layer. So a placement of the model places the adapters, each with
-its layer.
+Adapters are peft's own, injected in place: the model's modules keep their names, and adapters are
+submodules of the adapted layers. So a placement of the model places each adapter with its layer.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .chunked_loss import chunk_loss
 from .quantization import freeze_quantized
 
 _ADAPTED = ".base_layer"
-"""The name of the adapted layer below the name that the layer had."""
+"""The suffix of an adapted layer's own name: peft wraps the layer in a module of its old name."""
 _ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, Conv1D)
 _ALL_LINEAR = "all-linear"
 WITHOUT_CHECKPOINTING = "train it without gradient checkpointing (--checkpointing)"
@@ -41,10 +40,10 @@ def make_trainable(
     *,
     has_adapters: bool = True,
 ) -> None:
-    """Change a model in place so that a step of training can be run.
+    """Change a model in place for training: trainable parameters, dtypes, chunked loss.
 
-    The modules and parameters called `frozen` aren't trained, and keep their type. Without adapters
-    a model for LoRA is only frozen; the caller puts adapters into it.
+    Modules and parameters named in `frozen` aren't trained, and keep their dtype. For LoRA adapters
+    are injected; without `has_adapters` the model is only frozen, and the caller injects adapters.
     """
     freeze_quantized(model)
     if training.method == "lora" and has_adapters:
@@ -62,16 +61,16 @@ def make_trainable(
             parameter.data = parameter.data.to(own_dtype)
             parameter.requires_grad_(False)
     if training.gradient_checkpointing:
-        _checkpoint(model)
+        _enable_checkpointing(model)
     chunk_loss(model)
     model.train()
 
 
 def initialize_adapters(model: nn.Module, seed: int) -> None:
-    """Give the adapters of layers that have data their first values, each beside its layer.
+    """Allocate and initialize the adapters of all layers with data, on the devices of the layers.
 
-    They are peft's own, drawn by the seed and the layer's name: the same in any number of processes
-    that share the model.
+    The values are drawn by peft, seeded by `seed` and the layer's name, so that they don't depend
+    on the processes that share the model. Layers on the meta device are skipped.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -93,12 +92,12 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
 
 
 def base_name(name: str) -> str:
-    """Return the name that a module or tensor had before adapters were put into its model."""
+    """Return the name of a module or tensor before adapters were injected."""
     return name.replace(_ADAPTED, "")
 
 
 def inject(model: nn.Module, **settings: Any) -> None:
-    """Put peft's adapters into a model in place, without data; settings are `LoraConfig`'s."""
+    """Inject peft's adapters into a model in place, without data; `settings` are `LoraConfig`'s."""
     try:
         with quiet_libraries():  # peft imports bitsandbytes
             import peft
@@ -107,11 +106,11 @@ def inject(model: nn.Module, **settings: Any) -> None:
         raise UsageError(message, hint='pip install "duoka[train]"') from error
     try:
         with warnings.catch_warnings():
-            # peft warns of layers with transposed weights, and handles them.
+            # peft warns of layers with transposed weights, but handles them.
             warnings.filterwarnings("ignore", ".*fan_in_fan_out.*")
-            # torchao's weights can't be merged with adapters: duoka merges with the checkpoint's.
+            # peft can't merge into torchao's weights; duoka merges into the checkpoint's weights.
             warnings.filterwarnings("ignore", ".*get_apply_tensor_subclass.*")
-            # peft looks for the patterns of experts, which it has made itself, among layers only.
+            # peft adds patterns for stacks of experts, and warns because no layer matches them.
             warnings.filterwarnings("ignore", ".*_pattern keys did not match.*")
             config = peft.LoraConfig(**settings)
             peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
@@ -120,10 +119,12 @@ def inject(model: nn.Module, **settings: Any) -> None:
 
 
 def _is_in(name: str, frozen: Sequence[str]) -> bool:
+    """Return True if a name is, or lies below, any of the frozen names."""
     return any(name == owner or name.startswith(f"{owner}.") for owner in frozen)
 
 
 def _adapt(model: nn.Module, training: Training, dtype: torch.dtype, frozen: Sequence[str]) -> None:
+    """Inject trainable LoRA adapters of a dtype; all other parameters are frozen."""
     originals = {id(parameter) for parameter in model.parameters()}
     inject(
         model,
@@ -143,19 +144,22 @@ def _adapt(model: nn.Module, training: Training, dtype: torch.dtype, frozen: Seq
 def known_targets(
     model: nn.Module, targets: Sequence[str], frozen: Sequence[str] = ()
 ) -> list[str]:
-    """Check targets: ends of names of adaptable modules; return a list."""
+    """Return LoRA targets, suffixes of module names, as a list after checking them.
+
+    Raises UsageError if a target matches no adaptable module, or all matches are frozen.
+    """
     layers = {name for name, module in model.named_modules() if isinstance(module, _ADAPTABLE)}
     trained = {name for name in layers if not _is_in(name, frozen)}
     ends = sorted({name.rpartition(".")[2] for name in trained})
     for target in targets:
-        if not _has(layers, target):
+        if not _has_suffix(layers, target):
             near = difflib.get_close_matches(target.rpartition(".")[2], ends, n=1)
             raise UsageError(
                 f"no module that supports adapters is called {target[:60]!r}"
                 + (f"; did you mean {near[0]!r}?" if near else ""),
                 hint=f"LoRA targets are name suffixes: {', '.join(ends)}",
             )
-    if targets and not any(_has(trained, target) for target in targets):
+    if targets and not any(_has_suffix(trained, target) for target in targets):
         raise UsageError(
             f"text input reaches no module called {' or '.join(targets)}: {', '.join(frozen[:4])} "
             "remains frozen",
@@ -164,16 +168,19 @@ def known_targets(
     return list(targets)
 
 
-def _has(names: Iterable[str], target: str) -> bool:
+def _has_suffix(names: Iterable[str], target: str) -> bool:
+    """Return True if a target is a suffix of any of the names."""
     return any(name == target or name.endswith(f".{target}") for name in names)
 
 
-def _checkpoint(model: Any) -> None:
+def _enable_checkpointing(model: Any) -> None:
+    """Enable gradient checkpointing; raise ModelError for a model without support."""
     if not getattr(model, "supports_gradient_checkpointing", False):
         message = f"{type(model).__name__} has no gradient checkpointing"
         raise ModelError(message, hint=WITHOUT_CHECKPOINTING)
-    # A model's own switch may do nothing, as in GLM-4's published code: then the base class's.
-    base: Any = PreTrainedModel.gradient_checkpointing_enable  # without types there
+    # A model's own method may have no effect, as in GLM-4's published code: then the base class's
+    # method is called.
+    base: Any = PreTrainedModel.gradient_checkpointing_enable  # not annotated there
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         if type(model).gradient_checkpointing_enable is not base:

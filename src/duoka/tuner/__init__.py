@@ -1,16 +1,16 @@
-"""Tuner: fine-tuning by plan, over all GPUs, in a process for each.
+"""Tuner: fine-tuning by a plan, over all GPUs, with one process per GPU.
 
-- `tune`, `settings`: from a model and data to the result, and what a person says of it
-- `prepare`: the plans, and what is learnt
-- `suggestions`: what would fit instead, in the options of `duoka tune`
+- `tune`, `settings`: fine-tune a model on data, and the settings of a run
+- `prepare`: plan a run and read its samples
+- `suggestions`: settings that would fit, in the options of `duoka tune`
 - `data`: the user's files → micro-batches of token ids
-- `run`: the directory of a run; `worker`, `__main__`: a process of it
-- `part`: the weights of one process; `layout`: which process has which, and sums of gradients
-- `trainer`: micro-batches through stages, and the optimizer's steps
+- `run`: the directory of a run; `worker`, `__main__`: a worker process
+- `part`: the weights of one process; `layout`: ranks, and gradient reduction over replicas
+- `trainer`: passes of micro-batches through stages, and optimizer steps
 - `dropout`: the same dropout on any number of GPUs
 - `learning_rate`: the learning rate by step
-- `checkpoints`, `optimizer_states`: a run saved, and resumed on other GPUs
-- `reporter`, `report`, `plot`: what a person sees of it, on the way and in the end
-- `write_errors`: errors of a full disk, with the name of what is written
-- `result`: adapters and merged checkpoints, as others load them
+- `checkpoints`, `optimizer_states`: save a run, and resume it on other GPUs
+- `reporter`: progress of a run; `report`, `plot`: its summary and curves
+- `write_errors`: errors of a full disk, with the name of the file
+- `result`: adapters and merged checkpoints in published formats
 """

@@ -1,4 +1,4 @@
-"""A process of a run: ``python -m duoka.tuner DIRECTORY``, started for each rank."""
+"""Start a worker process of a run: ``python -m duoka.tuner DIRECTORY``, once for each rank."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Training checkpoints: what a run saves now and then, and is resumed from.
+"""Training checkpoints, from which a run is resumed, also on other GPUs.
 
-Every process gives what it has of the model: the parameters that learn, and their optimizer's
-states. They are stored by the parameters' names, so that a run goes on with another number of
-GPUs, stages or replicas. Tensors are written by `torch.distributed.checkpoint` as safetensors,
-its own metadata would be a pickle; everything else is in a file of JSON, with a digest of each file
-of tensors. A directory gets its name when all of it is on the disk.
+Every process passes its trained parameters and their optimizer states. They are stored by the
+parameters' names, so a run can be resumed with another number of GPUs, stages or replicas. Tensors
+are written by `torch.distributed.checkpoint` as safetensors, because its own metadata would be a
+pickle. Everything else is in a JSON manifest, with a hash of each tensor file. A directory gets its
+final name once all of its content is on the disk.
 
-What isn't known here: where a process has its tensors, and what else belongs to a run's state.
+This module doesn't know the devices of tensors, nor the meaning of the run's other `state`.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from .optimizer_states import drop_states, make_states, optimizer_tensors, set_n
 from .write_errors import first_failure, name_write_errors
 
 T = TypeVar("T")
-_ROOM = (
+_HINT = (
     "free disk space, get the permission, or use another directory; earlier checkpoints are intact"
 )
 _MANIFEST = "checkpoint.json"
 _VERSION = 1
 _NAME = re.compile(r"step-(\d{6,12})")
 _PARTIAL = ".step-*.partial"
-# Of a file of tensors: as much as this is in the host's memory twice while it is written.
+# Size of a tensor file; up to twice as much host memory is needed while a file is written.
 _FILE_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """State to resume from: a checkpoint, its step, and the `state` of `save`.
+    """The checkpoint from which a run was resumed: its step, and the `state` given to `save`.
 
-    `refused` lists why newer checkpoints were skipped, newest first.
+    `refused` has the reasons why newer checkpoints were skipped, newest first.
     """
 
     path: Path
@@ -67,23 +67,23 @@ class Resumed:
     refused: tuple[str, ...] = ()
 
 
-# Processes never decide alone. What one of them does with files runs in `_agree`: each process
-# calls its action, the results are exchanged, and an error in one is raised in all, so that nobody
-# waits for a process that has left. Saving goes through three steps:
+# No process decides alone. File operations run in `_agree`: each process runs its action, the
+# results are exchanged, and an error in one process is raised in all of them, so that no process
+# waits for another that has failed. Saving has three steps:
 #
 #   1. write tensors and optimizer states to a hidden directory; a replicated tensor is written once
 #   2. hash each file in the process that wrote it
 #   3. the first process writes the manifest, flushes all to the disk and renames the directory
 #
-# A kill before the rename leaves a hidden directory, removed at the next save, and a kill after it
-# a whole checkpoint. Older ones are removed only then.
+# A kill before the rename leaves a hidden directory, which the next save removes; a kill after the
+# rename leaves a complete checkpoint. Older checkpoints are removed only after the rename.
 class TrainingCheckpoints:
     """The training checkpoints of one run, in a directory on a disk that all processes share.
 
-    Every process of the run makes one and calls its methods at the same time; without
-    `torch.distributed` there is one process. What fails in one of them is raised in all. `identity`
-    has what must be the same when the run is resumed, by what it is called: the fingerprint of the
-    model, that of the data, the method. The `keep` newest checkpoints are kept.
+    Every process of the run creates an instance and calls its methods in step with the others;
+    without `torch.distributed` there is one process. An error in one process is raised in all.
+    `identity` has values, by name, that must be equal when the run is resumed: the fingerprints of
+    model and data, and the method. The `keep` newest checkpoints are kept.
     """
 
     def __init__(self, directory: Path, identity: Mapping[str, str], *, keep: int = 2) -> None:
@@ -116,23 +116,24 @@ class TrainingCheckpoints:
         optimizer: Optimizer | None,
         state: Mapping[str, Any],
     ) -> Path:
-        """Save a run after so many steps; return the directory of the checkpoint.
+        """Save the run after `step` steps; return the directory of the checkpoint.
 
-        Each process gives what learns in it by the names in the model, with its optimizer's states;
-        replicas have the same. `state`, of the first process, is everything else, as JSON. A crash
-        at any moment leaves the checkpoint before as it is. Older ones than are kept are removed,
-        and those of later steps: the run has left them.
+        Each process passes its trained parameters, by their names in the model, and its optimizer;
+        replicas pass equal values. `state` is everything else, as JSON; the first process's is
+        saved. A crash at any time leaves the previous checkpoint intact. Checkpoints older than the
+        `keep` newest are removed, and those of later steps, which belong to an abandoned course of
+        the run.
         """
         path = self.path(step)
         if step == self._newest:
             return path
-        with name_write_errors(f"the training checkpoint {path}", _ROOM), ExitStack() as directory:
+        with name_write_errors(f"the training checkpoint {path}", _HINT), ExitStack() as directory:
             partial = self._agree(lambda: self._begin(path, directory))[0]
             assert partial is not None
             self._write(partial, {**parameters, **optimizer_tensors(parameters, optimizer)})
-            # The hash of each tensor file that this process wrote, and those of the others.
+            # Each process hashes the tensor files that it wrote; all get the hashes of all files.
             paths = partial.glob(f"shard-{self._rank + 1:05}-*")
-            files = self._join(lambda: {path.name: _digest_of(path) for path in paths})
+            files = self._merge(lambda: {path.name: _digest_of(path) for path in paths})
             manifest = {"version": _VERSION, "step": step, "identity": self._identity}
             manifest |= {"files": files, "state": state}
             self._agree(lambda: self._finish(manifest, partial, directory))
@@ -140,7 +141,7 @@ class TrainingCheckpoints:
         return path
 
     def _begin(self, path: Path, directory: ExitStack) -> Path | None:
-        """Create the temporary directory in the first process."""
+        """Create the hidden directory in the first process; return None in the others."""
         if self._rank != 0:
             return None
         for leftover in self._directory.glob(_PARTIAL):
@@ -148,17 +149,18 @@ class TrainingCheckpoints:
         return directory.enter_context(whole_directory(path))
 
     def _write(self, partial: Path, tensors: Mapping[str, Tensor]) -> None:
-        # Every process computes the same file of each tensor, from the sizes of all: three tensors
-        # of 0.6 GiB end at 0.6, 1.2 and 1.8 GiB, so they go to the files 1, 2 and 2.
-        sizes = self._join(lambda: {name: value.nbytes for name, value in tensors.items()})
+        """Write tensors of all processes into safetensors files of about `_FILE_BYTES`."""
+        # Every process assigns tensors to files in the same way, from the sizes of all tensors:
+        # three tensors of 0.6 GiB end at 0.6, 1.2 and 1.8 GiB, so they go to the files 1, 2 and 2.
+        sizes = self._merge(lambda: {name: value.nbytes for name, value in tensors.items()})
         ends = accumulate(sizes.values())
         file_of = {name: 1 + end // _FILE_BYTES for name, end in zip(sizes, ends, strict=True)}
         writer = HuggingFaceStorageWriter(
             str(partial), fqn_to_index_mapping=file_of, save_distributed=True
         )
-        # Copies ahead need streams, which virtual GPUs don't have.
+        # Copying ahead needs CUDA streams, which virtual GPUs don't have.
         writer.per_thread_copy_ahead = 0
-        with warnings.catch_warnings(action="ignore"):  # that there is one process only
+        with warnings.catch_warnings(action="ignore"):  # a warning that there is only one process
             save(dict(tensors), storage_writer=writer, no_dist=not self._several)
 
     def _finish(self, manifest: Mapping[str, Any], partial: Path, directory: ExitStack) -> None:
@@ -174,7 +176,7 @@ class TrainingCheckpoints:
             )
         write_whole(partial / _MANIFEST, json.dumps(manifest, allow_nan=False, indent=1))
         step = manifest["step"]
-        # One that was refused at the start may be there.
+        # A checkpoint of this step that was refused on resuming may still exist.
         shutil.rmtree(self.path(step), ignore_errors=True)
         directory.close()
         current = [saved_step for saved_step in self.steps if saved_step <= step][-self._keep :]
@@ -186,16 +188,16 @@ class TrainingCheckpoints:
     def resume(
         self, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer | None
     ) -> Resumed | None:
-        """Load the newest complete checkpoint; None if there are no checkpoints.
+        """Load the newest valid checkpoint; return None if there are no checkpoints.
 
-        The processes together must have the saved parameters, in any distribution; the optimizer
-        must be new. CheckpointError is raised, and nothing has changed, if all checkpoints are
-        damaged or of another run.
+        All processes together must have the saved parameters, in any distribution; the optimizer
+        must be new. Raises CheckpointError, with nothing changed, if all checkpoints are damaged or
+        belong to another run.
         """
         refused: list[str] = []
         for step in reversed(self._agree(lambda: self.steps)[0]):
             try:
-                state, names = self._accepted(step, parameters)
+                state, names = self._verify(step, parameters)
             except CheckpointError as error:
                 refused.append(str(error))
                 continue
@@ -211,10 +213,13 @@ class TrainingCheckpoints:
             )
         return None
 
-    def _accepted(
+    def _verify(
         self, step: int, parameters: Mapping[str, Tensor]
     ) -> tuple[dict[str, Any], list[str]]:
-        """Return state and tensors' names of a checkpoint that is complete and of this run."""
+        """Verify a checkpoint; return the run's state and the names of the stored tensors.
+
+        Raises CheckpointError if the checkpoint is damaged, or belongs to another run.
+        """
         path = self.path(step)
         manifest = self._agree(lambda: _read_manifest(path))[0]
         if manifest["step"] != step:
@@ -227,13 +232,13 @@ class TrainingCheckpoints:
         ]
         if differences:
             raise CheckpointError(f"{path} belongs to another run: {', '.join(differences)}")
-        stored = self._join(lambda: self._verified(path, manifest["files"]))
-        forms = self._join(lambda: {name: _form(value) for name, value in parameters.items()})
-        _refuse_others(path, {n: _form(t) for n, t in stored.items() if "/" not in n}, forms)
+        stored = self._merge(lambda: self._verify_share(path, manifest["files"]))
+        forms = self._merge(lambda: {name: _form_of(value) for name, value in parameters.items()})
+        _refuse_mismatch(path, {n: _form_of(t) for n, t in stored.items() if "/" not in n}, forms)
         return manifest["state"], list(stored)
 
-    def _verified(self, path: Path, digests: Mapping[str, str]) -> dict[str, TensorInfo]:
-        """Return the tensors of this process's share of the files after verifying hashes."""
+    def _verify_share(self, path: Path, digests: Mapping[str, str]) -> dict[str, TensorInfo]:
+        """Verify the hashes of this process's share of the files; return their tensors' headers."""
         stored: dict[str, TensorInfo] = {}
         for name in sorted(digests)[self._rank :: self._size]:
             file = path / name
@@ -250,9 +255,10 @@ class TrainingCheckpoints:
         parameters: Mapping[str, nn.Parameter],
         optimizer: Optimizer | None,
     ) -> None:
-        # `load` fills existing tensors in place. So the new optimizer first makes the states of all
-        # parameters. States that the checkpoint lacks are dropped: `load` would report them. Python
-        # numbers among the states are loaded into tensors, and set from these at the end.
+        """Load parameters and optimizer states of a verified checkpoint in place."""
+        # `load` fills existing tensors in place. So the new optimizer first creates the states of
+        # all parameters. States that the checkpoint lacks are dropped: `load` would fail for them.
+        # States that are Python numbers are loaded into tensors, and set from these at the end.
         make_states(optimizer)
         drop_states(parameters, optimizer, names)
         tensors = {**parameters, **optimizer_tensors(parameters, optimizer)}
@@ -265,14 +271,17 @@ class TrainingCheckpoints:
             raise CheckpointError(f"{self.path(step)} can't be read: {reason}") from error
         set_numbers(parameters, optimizer, tensors)
 
-    # ── what processes do together ──
+    # ── collective operations ──
 
     def _agree(self, action: Callable[[], T]) -> list[T]:
-        """Run an action in each process; an error in one is raised in all."""
+        """Run an action in each process; return the results of all, by rank.
+
+        An error in one process is raised in all of them.
+        """
         outcome: T | Exception
         try:
             outcome = action()
-        except Exception as error:  # whatever it is: the others wait for this process
+        except Exception as error:  # any error: the other processes wait for this one
             outcome = error
         outcomes: list[Any] = [outcome] * self._size
         if self._several:
@@ -282,13 +291,13 @@ class TrainingCheckpoints:
                 raise value
         return outcomes
 
-    def _join(self, action: Callable[[], dict[str, T]]) -> dict[str, T]:
-        """Merge the results of an action from all processes."""
+    def _merge(self, action: Callable[[], dict[str, T]]) -> dict[str, T]:
+        """Run an action in each process; return the union of the dicts of all."""
         return {key: value for part in self._agree(action) for key, value in part.items()}
 
 
 class SavedParameters(Mapping[str, Tensor]):
-    """Parameters of a training checkpoint, read on access."""
+    """The parameters of a training checkpoint, without optimizer states; read on access."""
 
     def __init__(self, path: Path) -> None:
         self._files = {
@@ -311,7 +320,7 @@ class SavedParameters(Mapping[str, Tensor]):
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest of a checkpoint, with the state of its run."""
+    """Read and check the manifest of a checkpoint."""
     content = read_json(path / _MANIFEST)
     kinds = {"step": int, "identity": dict, "files": dict, "state": dict}
     has_form = all(isinstance(content.get(name), kind) for name, kind in kinds.items())
@@ -323,8 +332,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     )
 
 
-def _refuse_others(path: Path, stored: Mapping[str, str], forms: Mapping[str, str]) -> None:
-    """Refuse a checkpoint whose parameters differ from those of all processes together."""
+def _refuse_mismatch(path: Path, stored: Mapping[str, str], forms: Mapping[str, str]) -> None:
+    """Raise CheckpointError if stored parameters differ from the run's in name, dtype or shape."""
     problems = [
         f"{name} is {stored[name]}, not {form}"
         for name, form in forms.items()
@@ -340,9 +349,11 @@ def _refuse_others(path: Path, stored: Mapping[str, str], forms: Mapping[str, st
 
 
 def _digest_of(file: Path) -> str:
+    """Return the SHA-256 hash of a file."""
     with open_regular(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _form(tensor: Tensor | TensorInfo) -> str:
+def _form_of(tensor: Tensor | TensorInfo) -> str:
+    """Describe dtype and shape, such as "float32 [8, 64]"."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape or ())}"

@@ -1,7 +1,7 @@
 """Learning rate by step: a linear warm-up, then constant, or a linear or cosine decay to 0.
 
-`transformers.get_scheduler` has the same decays, but begins its warm-up at 0: a first step without
-effect.
+`transformers.get_scheduler` has the same decays, but starts the warm-up at a rate of 0, so that its
+first step has no effect.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ Decay = Literal["constant", "linear", "cosine"]
 
 
 def rate_factor(step: int, num_steps: int, warmup_steps: int, decay: Decay) -> float:
-    """Return the factor of the learning rate, from 0 to 1, for a step of the training.
+    """Return the factor on the maximum learning rate, from 0 to 1, for a step; steps count from 0.
 
-    The warm-up leads up to the full rate in equal steps, the first above 0. After the warm-up
-    "linear" and "cosine" decay to 0 at step `num_steps`.
+    During the warm-up the factor grows linearly, from above 0 up to 1. After the warm-up "linear"
+    and "cosine" decay to 0 at step `num_steps`.
 
     Examples
     --------

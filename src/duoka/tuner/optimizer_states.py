@@ -1,7 +1,7 @@
-"""Optimizer states as named tensors, for any optimizer, to save and restore.
+"""Optimizer states as named tensors, to save and restore the states of any optimizer.
 
-A state is named by its parameter, a slash, and its key in the optimizer. Numbers are saved as
-tensors with one element.
+A state is called by its parameter's name, a slash, and its key in the optimizer. Numbers are saved
+as tensors with one element.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _TABLES = ("qmap1", "qmap2")
-"""What 8-bit numbers of bitsandbytes stand for: made anew, and the same for all parameters."""
+"""Quantization tables of bitsandbytes' 8-bit states: constant, so they are not saved."""
 
 
 # AdamW's states of lm_head.weight are lm_head.weight/step, …/exp_avg and …/exp_avg_sq. A state that
@@ -22,7 +22,10 @@ _TABLES = ("qmap1", "qmap2")
 def optimizer_tensors(
     parameters: Mapping[str, nn.Parameter], optimizer: Optimizer | None
 ) -> dict[str, Tensor]:
-    """Return all states of the parameters by name; writing to the tensors changes the states."""
+    """Return all states of the parameters by name.
+
+    Writing to the tensors changes the states, except for states that are Python numbers.
+    """
     return {
         name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         for name, states, key in _states(parameters, optimizer)
@@ -35,14 +38,14 @@ def set_numbers(
     optimizer: Optimizer | None,
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Set the states that are Python numbers from tensors."""
+    """Set states of Python numbers to the values of tensors, by name."""
     for name, states, key in _states(parameters, optimizer):
         if isinstance(states[key], int | float):
             states[key] = type(states[key])(tensors[name].item())
 
 
 def make_states(optimizer: Optimizer | None) -> None:
-    """Let a new optimizer create its states without changing a parameter.
+    """Make a new optimizer create its states, without changing a parameter.
 
     Optimizers create states in their first step. With zero gradients and a learning rate of zero no
     parameter changes; the states are then overwritten.
@@ -63,9 +66,9 @@ def make_states(optimizer: Optimizer | None) -> None:
 def drop_states(
     parameters: Mapping[str, nn.Parameter], optimizer: Optimizer | None, names: Iterable[str]
 ) -> None:
-    """Keep states only for parameters with some among `names`.
+    """Remove the states of parameters without a state among the saved `names`.
 
-    The other parameters had no optimizer step yet: all were skipped, or they had no gradient.
+    These parameters had no optimizer step yet: all steps were skipped, or had no gradient for them.
     """
     stepped = {name.partition("/")[0] for name in names if "/" in name}
     for name, parameter in parameters.items():
@@ -76,7 +79,7 @@ def drop_states(
 def _states(
     parameters: Mapping[str, nn.Parameter], optimizer: Optimizer | None
 ) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield name, dict and key of each state."""
+    """Yield each state: its name, the dict of its parameter's states, and its key there."""
     for name, parameter in parameters.items():
         states = {} if optimizer is None else optimizer.state.get(parameter, {})
         for key, value in states.items():

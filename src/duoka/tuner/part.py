@@ -1,4 +1,4 @@
-"""Part of a model in one process: its own weights, and the shapes of all others."""
+"""The part of a model in a process: its own weights, and all others on the meta device."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class ModelPart:
     Parameters
     ----------
     checkpoint : Checkpoint
-        With its weight files on this machine.
+        Its weight files must be on this machine.
     plan : Plan
-        For training.
+        A plan for training.
     device : str
-        One of the plan's.
+        The device of this process, one of the plan's.
     seed : int
-        Of adapters' first values.
+        Seed for the initial values of new adapters.
     adapter : LoraAdapter, optional
-        In native form: these are the first values.
+        Initial values of the adapters, in native form.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class ModelPart:
         self.device = torch.device(device)
         devices.make_current(device)
         self._dtype = getattr(torch, plan.workload.dtype)
-        self.model: Any = self._loaded(checkpoint, seed, adapter)
-        # The routes of batches are looked for on a copy without data.
+        self.model: Any = self._load(checkpoint, seed, adapter)
+        # `route` runs this copy without data.
         self._blueprint = without_data(self.model)
         seed_by_module(self.model)
         self.interceptor = BlockInterceptor(self.model, plan.placement)
@@ -75,7 +75,8 @@ class ModelPart:
             if parameter.requires_grad and not parameter.is_meta
         }
 
-    def _loaded(self, checkpoint: Checkpoint, seed: int, adapter: LoraAdapter | None) -> nn.Module:
+    def _load(self, checkpoint: Checkpoint, seed: int, adapter: LoraAdapter | None) -> nn.Module:
+        """Build the model, prepare training, and load the weights of this process's device."""
         model = build_model(checkpoint, self.plan.workload)
         if method_of(checkpoint.config) is not None:
             if len(self.plan.devices) > 1:
@@ -84,7 +85,8 @@ class ModelPart:
                     hint="plan for one GPU, or take the original with --quantize",
                 )
             model = loader.load_published(checkpoint, model, self.plan.placement, dtype=self._dtype)
-        # Adapters are in no checkpoint; what else training changes must be so before it is read.
+        # Full training changes dtypes, so it is prepared before loading. Adapters aren't in the
+        # checkpoint, so they are added after loading.
         if self.training.method == "full":
             prepare_for_training(model, self.plan.workload)
         if method_of(checkpoint.config) is None:
@@ -99,21 +101,21 @@ class ModelPart:
 
     @property
     def all_trained(self) -> list[str]:
-        """Trained parameters of all processes, in model order."""
+        """Names of the trained parameters of all processes, in model order."""
         return [name for name, p in self.model.named_parameters() if p.requires_grad]
 
     def loss(self, batch: Batch, device: torch.device) -> Tensor:
-        """Call the model and return its loss, as far as this process's stages compute it."""
+        """Call the model on a batch and return its loss; only this process's stages compute."""
         loss: Tensor = self._call(self.model, batch, device).loss
         return loss
 
     def route(self, batch: Batch) -> Route:
-        """Return the tensors sent between stages for a batch of this form."""
+        """Return the route of batches of this form: the tensors sent between stages; cached."""
         form = tuple((name, tuple(value.shape)) for name, value in sorted(batch.items()))
         if form not in self._routes:
-            # Without labels: the loss is the last stage's own, and may begin its backward.
+            # Without labels, because only the last stage computes the loss.
             inputs = {name: value for name, value in batch.items() if name != "labels"}
-            # With gradients, also in an evaluation: batches of this form may yet be learnt from.
+            # With gradients even in an evaluation: the route is cached for training, too.
             with torch.enable_grad():
                 self._routes[form] = find_route(
                     self._blueprint,
@@ -123,5 +125,6 @@ class ModelPart:
         return self._routes[form]
 
     def _call(self, model: Any, batch: Batch, device: torch.device) -> Any:
+        """Call a model on a batch, moved to a device, under the workload's autocast."""
         with autocast_for(self.plan.workload, device):
             return model(**to_device(dict(batch), device), use_cache=False)

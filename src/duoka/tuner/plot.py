@@ -1,4 +1,4 @@
-"""Picture of a run: loss, speed, and each GPU's memory beside the forecast."""
+"""Plot of a run: loss, speed, and each GPU's memory beside the forecast."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .run import RunDirectory
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Curves of long runs are smoothed to about this number of independent points.
+# Curves of long runs are smoothed by a moving mean over 1/50 of the steps.
 _SMOOTHING_POINTS = 50
 _CURVE_INCHES, _ROW_INCHES, _AXIS_INCHES = 2.6, 0.34, 1.0
 
 
 def plot_run(directory: RunDirectory, file: Path | None = None) -> Path:
-    """Draw a run so far into a PNG file, by default ``plot.png`` in its directory.
+    """Plot the steps so far into a PNG file, by default ``plot.png`` in the run's directory.
 
     Raises
     ------
@@ -35,7 +35,7 @@ def plot_run(directory: RunDirectory, file: Path | None = None) -> Path:
     layout = Layout(run.plans)
     if not any("loss" in entry for entry in metrics):
         raise UsageError(f"{directory.path} has no step yet", hint="try again after the first step")
-    # A run that was just moved has no devices, and a processor no peaks.
+    # There are no reports before the first step after a move; a CPU has no peaks.
     reports = [report for report in make_report(layout, metrics).devices if report.reserved_bytes]
     inches = [_CURVE_INCHES, _CURVE_INCHES]
     inches += [_AXIS_INCHES + _ROW_INCHES * len(reports)] if reports else []
@@ -55,7 +55,7 @@ def plot_run(directory: RunDirectory, file: Path | None = None) -> Path:
 
 
 def _draw_curve(axes: Axes, points: Sequence[tuple[int, float]], label: str) -> None:
-    """Draw each step, and in long runs the moving mean."""
+    """Draw a point for each step and, in long runs, the moving mean."""
     from matplotlib.ticker import MaxNLocator
 
     steps, values = zip(*points, strict=True)
@@ -70,7 +70,7 @@ def _draw_curve(axes: Axes, points: Sequence[tuple[int, float]], label: str) -> 
         axes.plot(steps, means, color=BLUE, label=name)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if len(steps) == 1:
-        axes.set_xlim(steps[0] - 1, steps[0] + 1)  # without it there is no integer to mark
+        axes.set_xlim(steps[0] - 1, steps[0] + 1)  # otherwise the axis has no integer tick
     if label or window >= 2:
         axes.legend(frameon=False)
 

@@ -1,4 +1,4 @@
-"""Prepare a run: its plans and samples."""
+"""Prepare a run: read the data, and plan each replica."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ from .run import RunDirectory
 from .settings import TuneSettings
 from .suggestions import with_suggestions
 
-_MULTIPLE = 8  # of a sequence's length: what matrix units like
+_LENGTH_MULTIPLE = 8  # sequence lengths are rounded up to a multiple, for tensor cores
 NumReplicas = int | Literal["auto"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneRun:
-    """A run that can be started: planned, and with its samples.
+    """A run ready to start, with plans and samples.
 
     Parameters
     ----------
     checkpoint : Checkpoint
-        The model's.
+        The checkpoint of the model.
     settings : TuneSettings
     plans : tuple of Plan
-        One for each replica.
+        The plan of each replica.
     samples, eval_samples : Dataset
-        What is learnt, and what the loss is measured on; the latter may be None.
+        Samples for training, and for evaluations of the loss; the latter may be None.
     adapter : LoraAdapter, optional
-        What is learnt starts from it; in native form.
+        The adapter that training starts from, in native form.
     """
 
     checkpoint: Checkpoint
@@ -69,7 +69,7 @@ class TuneRun:
         return tokenizer_of(self.checkpoint, ChatGLMTokenizer)
 
     def write(self, directory: RunDirectory) -> None:
-        """Prove the plans, download the weights, and write the run's description."""
+        """Prove the plans, download the weights, and write samples, adapter and ``run.json``."""
         prove_plans(self.checkpoint, self.plans)
         self.checkpoint.fetch(None)
         self.samples.save(directory.samples)
@@ -91,7 +91,7 @@ def prepare(
     plan: Plan | None = None,
     adapter: Path | None = None,
 ) -> TuneRun:
-    """Read the data, and plan unless a plan is given."""
+    """Read the data, choose the sequence length, and plan unless a plan is given."""
     if checkpoint.config.get("is_encoder_decoder"):
         raise UsageError(
             f"{checkpoint.name} is an encoder-decoder model, and duoka tune supports causal models",
@@ -101,18 +101,18 @@ def prepare(
     if adapter is not None:
         native_adapter = native_form(read_adapter(adapter), checkpoint.config)
         settings = settings.starting_from(native_adapter)
-    workload = _refuse_other(plan, checkpoint, settings) if plan else settings.workload(checkpoint)
+    workload = _check_plan(plan, checkpoint, settings) if plan else settings.workload(checkpoint)
     if native_adapter is not None:
-        _refuse_unfit(native_adapter, checkpoint, workload)
+        _refuse_unfit_adapter(native_adapter, checkpoint, workload)
     datasets = [
-        _read(checkpoint, paths, settings, workload)
+        _read_samples(checkpoint, paths, settings, workload)
         for paths in (data, settings.eval_data)
         if paths
     ]
     if plan is None and settings.seq_length is None and not settings.packing:
-        # As long as the longest sample needs.
+        # The longest sample decides the sequence length.
         num_tokens = max(int(dataset.lengths.max()) for dataset in datasets)
-        length = min(-(-num_tokens // _MULTIPLE) * _MULTIPLE, datasets[0].seq_length)
+        length = min(-(-num_tokens // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE, datasets[0].seq_length)
         settings = replace(settings, seq_length=length)
         datasets = [replace(dataset, seq_length=length) for dataset in datasets]
     if settings.packing:
@@ -132,31 +132,32 @@ def prepare(
     )
 
 
-def _read(
+def _read_samples(
     checkpoint: Checkpoint, paths: Sequence[str], settings: TuneSettings, workload: Workload
 ) -> Dataset:
+    """Read training data as samples in the chat format of the checkpoint's model."""
     checkpoint.fetch_tokenizer()
     tokenizer = tokenizer_of(checkpoint, ChatGLMTokenizer)
     return read_dataset(
         paths,
         chat_format(tokenizer, checkpoint.config, checkpoint.generation_config),
-        # A packed row ends in padding: see `data.batches`.
+        # A packed row ends with one token of padding: see `TrainingMicroBatch.length`.
         seq_length=workload.prompt_tokens - settings.packing,
         train_on=settings.train_on,
         skip_bad=settings.skip_bad,
     )
 
 
-def _refuse_unfit(adapter: LoraAdapter, checkpoint: Checkpoint, workload: Workload) -> None:
-    """Refuse an adapter for another model before planning."""
+def _refuse_unfit_adapter(adapter: LoraAdapter, checkpoint: Checkpoint, workload: Workload) -> None:
+    """Raise LoadError for an adapter that doesn't match the model or the run's LoRA settings."""
     model = build_model(checkpoint, Workload(dtype="float32"))
     refuse_other_model(model, adapter)
     prepare_for_training(model, replace(workload, dtype="float32"))
     fill_adapter(model, adapter)
 
 
-def _refuse_other(plan: Plan, checkpoint: Checkpoint, settings: TuneSettings) -> Workload:
-    """Return the workload of a saved plan; refuse a plan for another run."""
+def _check_plan(plan: Plan, checkpoint: Checkpoint, settings: TuneSettings) -> Workload:
+    """Return the workload of a given plan; raise UsageError for a plan of another run."""
     training = plan.workload.training
     if training is None or plan.workload.images:
         purpose = "generating" if training is None else "images, and duoka tune trains on text"
@@ -191,32 +192,34 @@ def plans_for(
     suggest: bool = True,
     because: str = "",
 ) -> tuple[Plan, ...]:
-    """Plan each replica with all GPUs in use, equally on each machine.
+    """Plan the replicas, using all GPUs; all machines of torchrun get the same plans.
+
+    With `replicas` "auto" as many replicas as fit are planned.
 
     Raises
     ------
     InfeasibleError
-        If it does not fit, with suggestions if requested; `because` ends its text.
+        If the run doesn't fit, with suggestions if `suggest`; `because` is appended to its text.
     """
     machines = num_machines()
-    fleet = _on_each(fleet, machines)
+    fleet = _parse_fleet(fleet, machines)
     micro_batches = max(1, settings.batch // settings.micro_batch // machines)
-    # As many as fit, where nobody says how many: with more of them each has less to do. Of four
-    # GPUs and 8 micro-batches four replicas are tried, then three, two and one; replicas on several
-    # machines are copies of the plans for one of them.
+    # "auto" takes the largest number of replicas that fits, because more replicas have fewer
+    # micro-batches each. With four GPUs and 8 micro-batches four replicas are tried, then three,
+    # two and one. `fleet` is one machine; the plans of all machines are equal.
     max_replicas = min(len(fleet.devices), micro_batches)
     numbers = range(max_replicas, 0, -1) if replicas == "auto" else (replicas,)
     for number in numbers:
         with suppress(InfeasibleError):
-            return _plan_copies(checkpoint, fleet, settings, number, machines) * machines
-    _refuse_small(checkpoint, fleet, settings)
+            return _plan_machine(checkpoint, fleet, settings, number, machines) * machines
+    _refuse_small_gpus(checkpoint, fleet, settings)
 
     def attempt(changed: TuneSettings, gpus: str | None) -> Plan:
-        devices = fleet if gpus is None else _on_each(gpus, machines)
-        return _plan_copies(checkpoint, devices, changed, numbers[-1], machines)[0]
+        devices = fleet if gpus is None else _parse_fleet(gpus, machines)
+        return _plan_machine(checkpoint, devices, changed, numbers[-1], machines)[0]
 
     try:
-        copies = _plan_copies(checkpoint, fleet, settings, numbers[-1], machines, suggest=suggest)
+        copies = _plan_machine(checkpoint, fleet, settings, numbers[-1], machines, suggest=suggest)
     except InfeasibleError as error:
         error = with_suggestions(error, settings, attempt)
         raise error.with_ways_out(error.ways_out, because) from None
@@ -230,15 +233,15 @@ def num_machines() -> int:
     return int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
 
 
-def _on_each(gpus: Fleet | str, machines: int) -> Fleet:
-    """Return the GPUs of each machine; those of other machines are assumed equal."""
+def _parse_fleet(gpus: Fleet | str, machines: int) -> Fleet:
+    """Return the fleet of a machine; other machines are assumed to have equal GPUs."""
     fleet = Fleet.parse(gpus) if isinstance(gpus, str) else gpus
     if machines == 1:
         return fleet
     return replace(fleet, devices=tuple(replace(d, uuid="", pci_address="") for d in fleet.devices))
 
 
-def _plan_copies(
+def _plan_machine(
     checkpoint: Checkpoint,
     fleet: Fleet,
     settings: TuneSettings,
@@ -247,10 +250,10 @@ def _plan_copies(
     *,
     suggest: bool = False,
 ) -> tuple[Plan, ...]:
-    """Plan the replicas of one of several machines."""
+    """Plan `number` replicas for each of `machines` equal machines; return one machine's plans."""
     workload = settings.workload(checkpoint)
     assert workload.training is not None, "the settings are for training"
-    # A step of 8 micro-batches on 3 replicas is planned with 3 for each: the third has 2.
+    # Rounded up: a step of 8 micro-batches on 3 replicas is planned with 3 for each replica.
     micro_batches = max(1, workload.training.micro_batches // machines)
     share = replace(workload.training, micro_batches=-(-micro_batches // number))
     workload = replace(workload, training=share)
@@ -272,8 +275,8 @@ def _plan_copies(
     )
 
 
-def _refuse_small(checkpoint: Checkpoint, fleet: Fleet, settings: TuneSettings) -> None:
-    """Name the GPUs that are too small if the run fits on the others."""
+def _refuse_small_gpus(checkpoint: Checkpoint, fleet: Fleet, settings: TuneSettings) -> None:
+    """Raise UsageError with the names of unusable GPUs if the run fits on the other GPUs."""
     with suppress(InfeasibleError):
         used = make_plan(checkpoint, fleet, settings.workload(checkpoint), suggest=False).devices
         idle = ", ".join(device.name for device in fleet.devices if device.name not in used)
@@ -286,6 +289,6 @@ def _refuse_small(checkpoint: Checkpoint, fleet: Fleet, settings: TuneSettings) 
 
 def prove_plans(checkpoint: Checkpoint, plans: Sequence[Plan]) -> None:
     """Run each plan on virtual GPUs before a weight is read."""
-    for plan in {id(plan): plan for plan in plans}.values():  # machines share theirs
+    for plan in {id(plan): plan for plan in plans}.values():  # machines share plan objects
         say(f"proving the plan on {', '.join(plan.devices)}")
         prove(plan, build_model(checkpoint, plan.workload))

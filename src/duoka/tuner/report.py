@@ -1,6 +1,6 @@
-"""Closing report of a run: measurements beside the forecast, and advice.
+"""Final report of a run: measurements beside the forecast, and advice.
 
-The forecast counts sequences of the full length; shorter samples take less.
+The forecast assumes sequences of the full length; shorter samples take less time and memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from duoka.stages.schedule import busy_shares, order_passes
 
 from .layout import Layout
 
-# A few steps at the start find the scale of losses in float16; a larger share gets advice.
+# The loss scale of float16 is found by skipping a few steps; a larger share of skips gets advice.
 _MANY_SKIPPED = 0.1
 _SIZES = (
     "allocated_bytes",
@@ -36,7 +36,10 @@ _CAPTION = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
-    """A device of a run: shares of a step's time, and peak bytes. `label` is for people."""
+    """A device of a run: its busy share of step times, and peak bytes, measured and forecast.
+
+    `label` is the display name; `possible_share` is the busy share that the schedule allows.
+    """
 
     label: str
     device: str
@@ -53,8 +56,8 @@ class DeviceReport:
 class RunReport:
     """Summary of a run, with medians over its steps.
 
-    Devices and times are of the GPUs at the end of the run; without a step on these there are no
-    devices and no forecast.
+    Devices and times are those of the GPUs in the current plans, to which the run may have been
+    moved. Before the first step on these GPUs `devices` is empty and the forecast None.
     """
 
     steps: int
@@ -70,18 +73,18 @@ class RunReport:
 
 
 def make_report(layout: Layout, metrics: Sequence[dict[str, Any]]) -> RunReport:
-    """Summarize a run; `metrics` has a line for each step."""
+    """Summarize a run of at least a step; `metrics` has an entry for each step and evaluation."""
     steps = [entry for entry in metrics if "loss" in entry]
     places = [layout.place(number) for number in range(layout.world_size)]
-    # A run may have been moved to other GPUs, and its first step there is slower than the others.
-    on_these = [
+    # Steps before a move to other GPUs don't count, nor does the first step, which is slower.
+    current = [
         entry
         for entry in steps
         if [(process["replica"], process["device"]) for process in entry["processes"]] == places
     ]
-    steady = on_these[1:] or on_these or steps[-1:]
-    reports = tuple(_device(layout, number, steady) for number in range(len(places)) if on_these)
-    forecast = layout.plans[0].forecast.seconds if on_these else None
+    steady = current[1:] or current or steps[-1:]
+    reports = tuple(_report_device(layout, rank, steady) for rank in range(len(places)) if current)
+    forecast = layout.plans[0].forecast.seconds if current else None
     skipped = sum(entry["is_skipped"] for entry in steps)
     return RunReport(
         steps=steps[-1]["step"],
@@ -97,15 +100,16 @@ def make_report(layout: Layout, metrics: Sequence[dict[str, Any]]) -> RunReport:
     )
 
 
-def _device(layout: Layout, number: int, steps: Sequence[dict[str, Any]]) -> DeviceReport:
-    replica, device = layout.place(number)
+def _report_device(layout: Layout, rank: int, steps: Sequence[dict[str, Any]]) -> DeviceReport:
+    """Summarize a process: medians of shares and maxima of bytes over steps, and its forecast."""
+    replica, device = layout.place(rank)
     plan = layout.plans[replica]
     training = plan.workload.training
     assert training is not None, "the plan is for training"
-    forecast = layout.forecast(number)
-    processes = [entry["processes"][number] for entry in steps]
+    forecast = layout.forecast(rank)
+    processes = [entry["processes"][rank] for entry in steps]
     return DeviceReport(
-        label=layout.label(number),
+        label=layout.label(rank),
         device=device,
         replica=replica,
         busy_share=median(process["busy_share"] for process in processes),
@@ -118,6 +122,7 @@ def _device(layout: Layout, number: int, steps: Sequence[dict[str, Any]]) -> Dev
 
 
 def _advice(skipped_share: float) -> tuple[str, ...]:
+    """Return a warning if too many steps were skipped."""
     if skipped_share <= _MANY_SKIPPED:
         return ()
     share = "nothing was trained: all" if skipped_share == 1 else f"{skipped_share:.0%} of all"
@@ -126,7 +131,7 @@ def _advice(skipped_share: float) -> tuple[str, ...]:
 
 
 def render_report(report: RunReport) -> RenderableType:
-    """Make the report's renderable."""
+    """Render a report for a terminal."""
     lines: list[RenderableType] = [Text("; ".join(_summary(report)))]
     if report.devices:
         lines += ["", *_table(report.devices), ""]
@@ -135,6 +140,7 @@ def render_report(report: RunReport) -> RenderableType:
 
 
 def _summary(report: RunReport) -> Iterator[str]:
+    """Yield the phrases of the first line: steps, losses, times, and speed."""
     losses = dict.fromkeys(f"{loss:.4f}" for loss in (report.first_loss, report.last_loss))
     skipped = f" ({report.skipped_steps} skipped)" if report.skipped_steps else ""
     yield f"{format_count(report.steps, 'step')}{skipped}, loss {' → '.join(losses)}"
@@ -148,7 +154,7 @@ def _summary(report: RunReport) -> Iterator[str]:
 
 
 def _table(devices: Sequence[DeviceReport]) -> Iterator[RenderableType]:
-    """Yield the table of the GPUs, with a common unit for all sizes."""
+    """Yield the table of the GPUs, with a common unit for all sizes, and its caption."""
     sizes = [[getattr(device, name) for name in _SIZES] for device in devices]
     unit, unit_bytes = unit_for(max(map(max, sizes)))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
@@ -159,7 +165,7 @@ def _table(devices: Sequence[DeviceReport]) -> Iterator[RenderableType]:
             Text(device.label),
             f"{device.busy_share:.0%}",
             f"{device.possible_share:.0%}",
-            # Peaks of a processor are unknown.
+            # A CPU has no peaks.
             *(f"{size / unit_bytes:.2f}" if size else "?" for size in row),
         )
     yield table

@@ -1,4 +1,4 @@
-"""Reports of a run on its way: lines of JSON, a bar on a terminal or lines, and TensorBoard."""
+"""Progress of a run: metrics as JSON lines, a progress bar or log lines, and TensorBoard."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from rich.progress import Progress as Bar
 from .checkpoints import Resumed
 from .run import RunDirectory
 
-# Number of steps that a speed is averaged over.
+# The displayed speed is the mean of this number of steps.
 _WINDOW = 10
-# Number of lines for a run without a terminal.
+# About this number of lines is printed if there is no terminal.
 _LINES = 100
 _BAR_WIDTH = 20
 _SCALARS = ("loss", "eval_loss", "grad_norm", "learning_rate")
 
 
 class RunReporter:
-    """Takes the metrics of each step and evaluation of a run, in its first process.
+    """Reports the metrics of each step and evaluation, in the first process of a run.
 
-    They are added to the run's ``metrics.jsonl``, shown on the standard error, and written for
-    TensorBoard if it is installed. What was reported of later steps than the one that a run is
-    `resumed` from is dropped or hidden: those steps come again.
+    Metrics are appended to ``metrics.jsonl``, shown on standard error, and written for TensorBoard
+    if it is installed. With `resumed`, metrics of steps after the checkpoint's are removed from the
+    file and hidden in TensorBoard, because the run repeats these steps.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class RunReporter:
             self._print(f"resuming after step {step}, from {resumed.path}")
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Report a step or an evaluation."""
+        """Report the metrics of a step or of an evaluation."""
         self._directory.note(metrics)
         step = metrics["step"]
         if self._board is not None:
@@ -92,10 +92,12 @@ class RunReporter:
             self._board.close()
 
     def _print(self, text: str) -> None:
+        """Print a line above the progress bar."""
         self._console.print(text, markup=False, soft_wrap=True)
 
 
 def _scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values for TensorBoard, by name."""
     scalars = {name: metrics[name] for name in _SCALARS if name in metrics}
     if "seconds" in metrics:
         scalars["tokens_per_second"] = metrics["tokens"] / metrics["seconds"]

@@ -1,8 +1,8 @@
-"""Results of training: an adapter in peft's format, or a checkpoint as models are published.
+"""Write results of training: an adapter in peft's format, or a merged checkpoint.
 
 Neither needs the model in memory: trained parameters are read from the run's last training
-checkpoint, all others from the published files, a file's tensors at a time. A directory gets its
-name when its content is on the disk.
+checkpoint, all others from the published files, one output file at a time. A directory gets its
+final name once its content is on the disk.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ from duoka.runtime.load.sources import Reader, Source, list_sources
 from .settings import KeyNames
 from .write_errors import name_write_errors
 
-_ROOM = "free disk space, get the permission, or use another directory"
+_WRITE_HINT = "free disk space, get the permission, or use another directory"
 _SHARD_BYTES = 5 * 10**9
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
 
-# A chat without tools, as in `prompts`: its beginning, and the text after a role.
+# Template of a chat without tools, as `prompts` writes it. BEGIN and ROLE stand for the texts of
+# `_AROUND_ROLES`: at the beginning of the chat, and after each role.
 _TEMPLATE = (
     "BEGIN{% for message in messages %}<|{{ message['role'] }}|>ROLE{{ message['content'] }}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -58,13 +59,13 @@ _AROUND_ROLES: dict[type, tuple[str, str]] = {
 def write_adapter(
     directory: Path, adapter: LoraAdapter, base: Checkpoint, *, names: KeyNames = "native"
 ) -> None:
-    """Write an adapter, in native form, in peft's format into a new directory.
+    """Write an adapter, given in native form, in peft's format into a new directory.
 
-    Modules have the names of transformers' class, or the original ones of the ChatGLM family's
-    published code, used by vLLM too; the two differ for this family only. After a MachineError
-    nothing is left.
+    With the names "native", modules are called as in transformers' class; with "original", as in
+    the published code, which vLLM uses too. The two differ for the ChatGLM family only. After a
+    MachineError no files are left.
     """
-    ends_suffice = _is_on_all(adapter, base)
+    ends_suffice = _ends_are_unique(adapter, base)
     if names == "original":
         adapter = published_form(adapter, base.config)
     tensors = {
@@ -72,27 +73,34 @@ def write_adapter(
         for name, layer in adapter.layers.items()
         for key, value in layer.tensors.items()
     }
-    with name_write_errors(directory, _ROOM), whole_directory(directory) as place:
+    with name_write_errors(directory, _WRITE_HINT), whole_directory(directory) as place:
         _peft_config(adapter, base, ends_suffice=ends_suffice).save_pretrained(place)
         _save(tensors, place / "adapter_model.safetensors")
 
 
-def _is_on_all(adapter: LoraAdapter, base: Checkpoint) -> bool:
-    """Return True if the adapter is on all modules with the last names of its modules."""
+def _ends_are_unique(adapter: LoraAdapter, base: Checkpoint) -> bool:
+    """Return True if the last parts of names identify the adapted modules.
+
+    Then peft's ``target_modules`` can list parts such as ``q_proj``: no other modules have them.
+    """
     ends = {name.rpartition(".")[2] for name in adapter.layers}
     modules = build_model(base, Workload(dtype="float32")).named_modules()
     namesakes = {name for name, _ in modules if name.rpartition(".")[2] in ends}
-    # In the published names a tower's modules have the same last names as those of text.
+    # In published names, modules of a vision tower have the same last names as text modules.
     return namesakes <= adapter.layers.keys() and not base.config.get("vision_config")
 
 
 def _peft_config(adapter: LoraAdapter, base: Checkpoint, *, ends_suffice: bool) -> Any:
-    """Make peft's configuration of an adapter."""
+    """Create peft's configuration of an adapter.
+
+    With `ends_suffice` modules are listed by the last parts of their names. Ranks and scalings that
+    differ from those of most layers go into patterns by name.
+    """
     from peft import LoraConfig
 
     rank, scaling = adapter.common
     targets = {adapter.target(name): layer for name, layer in adapter.layers.items()}
-    rare = {n: x for n, x in targets.items() if (x.rank, x.scaling) != (rank, scaling)}
+    deviating = {n: x for n, x in targets.items() if (x.rank, x.scaling) != (rank, scaling)}
     modules = {name for name, layer in targets.items() if layer.parameter is None}
     parts = targets.keys() - modules
     if ends_suffice:
@@ -106,13 +114,13 @@ def _peft_config(adapter: LoraAdapter, base: Checkpoint, *, ends_suffice: bool) 
         lora_dropout=adapter.dropout,
         target_modules=sorted(modules),
         target_parameters=sorted(parts) or None,
-        rank_pattern={name: layer.rank for name, layer in rare.items()},
-        alpha_pattern={name: _to_integer(x.rank * x.scaling) for name, x in rare.items()},
+        rank_pattern={name: layer.rank for name, layer in deviating.items()},
+        alpha_pattern={name: _to_integer(x.rank * x.scaling) for name, x in deviating.items()},
     )
 
 
 def _to_integer(number: float) -> Any:
-    """Convert a number to an integer if equal but for rounding: the type declared by peft."""
+    """Convert a number to int, the type declared by peft, if integral up to rounding errors."""
     nearest = round(number)
     return nearest if abs(number - nearest) < 1e-9 * abs(number) else number
 
@@ -121,7 +129,7 @@ def _to_integer(number: float) -> Any:
 
 
 class _Output(NamedTuple):
-    """A tensor of a new checkpoint: its size, and a function to compute the tensor."""
+    """A tensor of the merged checkpoint: its size, and a function to compute the tensor."""
 
     num_bytes: int
     compute: Callable[[], Tensor]
@@ -137,13 +145,14 @@ def write_merged(
 ) -> None:
     """Write a copy of the published checkpoint with trained parameters into a new directory.
 
-    The adapter, in native form, is added to the weights in float32, and the sum rounded to their
-    type; `parameters`, by their names in the model, replace others. The names of tensors and
-    settings are as published, with every other file of the checkpoint; or, for the ChatGLM family,
-    those of transformers' own `GlmForCausalLM`, which needs no code.
+    The adapter, in native form, is added to the weights in float32, and the sum is rounded to their
+    dtype; `parameters`, by their names in the model, replace the published values. With the names
+    "original", tensors and settings are named as published, and every other file is copied. With
+    "native", a ChatGLM checkpoint gets the names of transformers' `GlmForCausalLM`, which needs no
+    remote code; other checkpoints are written as published.
 
-    UsageError is raised for an unsuitable checkpoint, LoadError for parameters of another model,
-    MachineError if the directory can't be written; nothing is left then.
+    Raises UsageError for an unsuitable checkpoint, LoadError for parameters of another model, and
+    MachineError if the directory can't be written. After an error no files are left.
     """
     if method_of(base.config) is not None:
         raise UsageError(
@@ -157,18 +166,18 @@ def write_merged(
     changes = _Changes(model, adapter, parameters or {})
     changes.refuse_unplaced(recipe)
     with (
-        name_write_errors(directory, _ROOM),
+        name_write_errors(directory, _WRITE_HINT),
         whole_directory(directory) as place,
         Reader() as reader,
         torch.no_grad(),
     ):
-        (_write_native_frame if is_native else _copy_frame)(place, base)
+        (_write_native_files if is_native else _copy_other_files)(place, base)
         outputs = _native_outputs if is_native else _published_outputs
         _write_shards(place, outputs(recipe, sources, changes, reader))
 
 
 class _Changes:
-    """Changes of a model's parameters by training, by their names."""
+    """The changes of training, by the name of the model's parameter: new values, or an adapter."""
 
     def __init__(
         self, model: nn.Module, adapter: LoraAdapter | None, parameters: Mapping[str, Tensor]
@@ -187,7 +196,7 @@ class _Changes:
         return name in self._parameters or name in self._modules
 
     def refuse_unplaced(self, recipe: Recipe) -> None:
-        """Refuse trained parameters that aren't tensors of the files, or parts of tensors."""
+        """Raise LoadError for trained parameters that no tensor of the checkpoint fills."""
         targets = {piece.target for piece in recipe.pieces}
         unplaced = sorted({*self._parameters, *self._modules} - targets)
         if unplaced:
@@ -197,26 +206,26 @@ class _Changes:
             )
 
     def apply(self, piece: TensorCopy, values: Tensor) -> None:
-        """Apply the change to a piece of a tensor, in place."""
+        """Replace the published values of a piece by the trained values, in place."""
         if piece.target in self._parameters:
             values.copy_(piece.place(self._parameters[piece.target]))
         else:
             values.copy_(values.float() + piece.place(self._delta(piece.target)))
 
     def _delta(self, name: str) -> Tensor:
-        """Return the addition to a weight; the last result is cached for the other pieces."""
+        """Return the adapter's update of a weight; the last update is cached for further pieces."""
         if self._last is None or self._last[0] != name:
             self._last = name, _compute_delta(self._modules[name]).float()
         return self._last[1]
 
 
 def _compute_delta(module: Any) -> Tensor:
-    """Compute the addition of peft's layer to its weight, or to another parameter."""
+    """Compute the update that a peft layer adds to its weight, or to another adapted parameter."""
     if not hasattr(module, "parameter_name"):
         delta: Tensor = module.get_delta_weight("default")
         return delta
-    # The result is on the parameter's device, meta: so the parameter is replaced for this call by
-    # one with data, in untouched memory.
+    # peft computes the update on the parameter's device, which is meta here. So the parameter is
+    # replaced for this call by a parameter with data; its uninitialized values are not read.
     owner, parameter = module.get_base_layer(), module.get_param()
     place = nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32))
     setattr(owner, module.parameter_name, place)
@@ -226,6 +235,7 @@ def _compute_delta(module: Any) -> Tensor:
 
 
 def _refuse_tied(model: nn.Module, adapter: LoraAdapter) -> None:
+    """Raise UsageError for an adapter on a tied weight."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -241,9 +251,9 @@ def _refuse_tied(model: nn.Module, adapter: LoraAdapter) -> None:
 def _published_outputs(
     recipe: Recipe, sources: Mapping[str, Source], changes: _Changes, reader: Reader
 ) -> dict[str, _Output]:
-    """Return the tensors of the published files, with the changes of training."""
-    # A published tensor may consist of several parameters: query_key_value of the pieces of
-    # q_proj, k_proj and v_proj. A piece is a view of a copy of the tensor, and changed in place.
+    """Return the tensors of the published files, by name, with the changes of training."""
+    # A published tensor may hold several parameters: query_key_value has pieces for q_proj, k_proj
+    # and v_proj. Each changed piece is a view of a copy of the tensor, and is changed in place.
     pieces: dict[str, list[TensorCopy]] = {}
     for piece in (*recipe.pieces, *recipe.duplicates):
         if piece.target in changes:
@@ -257,7 +267,8 @@ def _published_outputs(
             changes.apply(piece, piece.orient(tensor[piece.source_slices]))
         return tensor
 
-    # All pieces of a parameter in a row: the addition to a stack of experts is computed once.
+    # Pieces of one parameter follow one another, so the update of a stack of experts is computed
+    # once, and cached for all of its pieces.
     names = dict.fromkeys([*(piece.source for piece in recipe.pieces), *sources])
     return {name: _Output(sources[name].num_bytes, partial(compute, name)) for name in names}
 
@@ -265,7 +276,7 @@ def _published_outputs(
 def _native_outputs(
     recipe: Recipe, sources: Mapping[str, Source], changes: _Changes, reader: Reader
 ) -> dict[str, _Output]:
-    """Return the parameters of a ChatGLM model, each a part of a tensor in the files."""
+    """Return the parameters of a ChatGLM model, by name; each is a part of a published tensor."""
 
     def compute(piece: TensorCopy) -> Tensor:
         tensor = piece.orient(reader.read(sources[piece.source])[piece.source_slices]).clone()
@@ -284,8 +295,8 @@ def _native_outputs(
 # ── files ──
 
 
-def _copy_frame(directory: Path, base: Checkpoint) -> None:
-    """Copy every file of a checkpoint but its weights."""
+def _copy_other_files(directory: Path, base: Checkpoint) -> None:
+    """Copy every file of a checkpoint except its weights."""
     assert base.folder is not None, "it has weights"
     for name in base.folder.names():
         if not name.endswith(_WEIGHTS):
@@ -294,8 +305,8 @@ def _copy_frame(directory: Path, base: Checkpoint) -> None:
             shutil.copyfile(base.folder.fetch(name), target)
 
 
-def _write_native_frame(directory: Path, base: Checkpoint) -> None:
-    """Write a ChatGLM's settings and tokenizer as transformers has them for `GlmForCausalLM`."""
+def _write_native_files(directory: Path, base: Checkpoint) -> None:
+    """Write the settings and tokenizer of a ChatGLM checkpoint in the form of `GlmForCausalLM`."""
     assert base.folder is not None, "it has weights"
     parsed: Any = resolve(base.config)[0]
     if getattr(parsed, "vision_config", None) or parsed.query_length_scaling:
@@ -316,12 +327,12 @@ def _write_native_frame(directory: Path, base: Checkpoint) -> None:
             begin, after_role = affixes
             template = _TEMPLATE.replace("BEGIN", begin).replace("ROLE", after_role)
             tokenizer.chat_template = template
-            tokenizer.split_special_tokens = False  # the template's roles are text to become tokens
+            tokenizer.split_special_tokens = False  # the template's roles must become tokens
         tokenizer.save_pretrained(directory)
 
 
 def _write_shards(directory: Path, outputs: Mapping[str, _Output]) -> None:
-    """Write tensors into files of limited size, and an index if there are several."""
+    """Write tensors into safetensors files of limited size, and an index for several files."""
     split = split_state_dict_into_shards_factory(
         dict(outputs),
         get_storage_size=lambda output: output.num_bytes,
@@ -338,6 +349,6 @@ def _write_shards(directory: Path, outputs: Mapping[str, _Output]) -> None:
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write tensors, readable for others too, unlike safetensors' own files."""
+    """Write a safetensors file with the usual permissions; safetensors' own is private."""
     save_file(dict(tensors), path, {"format": "pt"})
     set_new_mode(path)

@@ -1,8 +1,8 @@
-"""The directory of a run: the job of its processes, their notes, and the files.
+"""The directory of a run: the job of its processes, metrics, checkpoints and the result.
 
-- ``run.json``: settings and plans; ``samples.safetensors``: what is learnt from;
-  ``first-adapter/``: what it starts from, if that is an adapter
-- ``metrics.jsonl``, ``tensorboard/``: each step; ``checkpoints/``: what the run can go on from
+- ``run.json``: settings and plans; ``samples.safetensors``: the training samples;
+  ``first-adapter/``: the adapter that training starts from, if any
+- ``metrics.jsonl``, ``tensorboard/``: metrics of each step; ``checkpoints/``: to resume the run
 - ``adapter/`` or ``model/``: the result; ``report.json``: forecast and measurement
 """
 
@@ -35,26 +35,26 @@ _FORMAT = "duoka.run"
 _VERSION = 1
 _MOST_BYTES = 2**28
 _MOST_OWNER_CHARACTERS = 100
-_ANEW = "start a new run in another directory"
-_ROOM = "free disk space or get the permission; then continue with --resume"
+_NEW_RUN = "start a new run in another directory"
+_WRITE_HINT = "free disk space or get the permission; then continue with --resume"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneJob:
-    """The job of the processes of a run."""
+    """The job of the processes of a run: settings, and the plan of each replica."""
 
     settings: TuneSettings
     plans: tuple[Plan, ...]
     trust_remote_code: bool = False
 
     def fleet(self) -> Fleet:
-        """The GPUs of all replicas."""
+        """Return the GPUs of all replicas as a fleet."""
         devices = {device.name: device for plan in self.plans for device in plan.fleet.devices}
         links = dict.fromkeys(link for plan in self.plans for link in plan.fleet.links)
         return Fleet(devices=tuple(devices.values()), links=tuple(links))
 
     def checkpoint(self) -> Checkpoint:
-        """Open the checkpoint, and make sure that the plans were made for its model."""
+        """Open the checkpoint; refuse a checkpoint other than the plans were made for."""
         plan = self.plans[0]
         checkpoint = Checkpoint.open(plan.source, trust_remote_code=self.trust_remote_code)
         plan.refuse_other(checkpoint.fingerprint, plan.source)
@@ -64,8 +64,8 @@ class TuneJob:
 class RunDirectory:
     """The files of a run.
 
-    `first_adapter` is the adapter at the start of the run, in native form, if any; `metrics` has a
-    JSON object for each step and evaluation.
+    `first_adapter` has the adapter, in native form, that training starts from, if any; `metrics`
+    has a line with a JSON object for each step and evaluation.
     """
 
     def __init__(self, path: Path) -> None:
@@ -82,12 +82,12 @@ class RunDirectory:
 
     @property
     def is_written(self) -> bool:
-        """True if the job is written."""
+        """True if ``run.json`` exists."""
         return self._run.is_file()
 
     @property
     def way_on(self) -> str:
-        """The hint after a failure."""
+        """The hint for continuing the run after a failure."""
         if any(self.checkpoints.glob("step-*")):
             return "the last checkpoint is intact: continue from it with --resume"
         return (
@@ -96,7 +96,7 @@ class RunDirectory:
         )
 
     def refuse_used(self) -> None:
-        """Raise UsageError where there is something already."""
+        """Raise UsageError if the directory exists and contains anything but the lock."""
         if self.path.exists() and (not self.path.is_dir() or {*self.path.iterdir()} - {self._lock}):
             raise UsageError(
                 f"{self.path} already exists",
@@ -106,7 +106,7 @@ class RunDirectory:
     def write(
         self, settings: TuneSettings, plans: tuple[Plan, ...], *, trust_remote_code: bool
     ) -> None:
-        """Write the job of the processes."""
+        """Write settings and plans to ``run.json``."""
         content = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -117,7 +117,7 @@ class RunDirectory:
         _write(self._run, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
 
     def remove_unbegun(self) -> None:
-        """Remove a run without a step, so that the same command can begin again."""
+        """Remove the files of a run without a step, to let the same command start the run again."""
         if any(self.read_metrics()) or any(self.checkpoints.glob("*")):
             return
         files = (self._run, self.samples, self.eval_samples, self.metrics, self._failure)
@@ -126,18 +126,18 @@ class RunDirectory:
         for path in (self.tensorboard, self.first_adapter):
             shutil.rmtree(path, ignore_errors=True)
         for path in (self.checkpoints, self.path):
-            with suppress(OSError):  # it isn't there, or something else lies in it
+            with suppress(OSError):  # the directory is missing, or contains other files
                 path.rmdir()
 
     def read(self) -> TuneJob:
-        """Read the job of the processes.
+        """Read settings and plans from ``run.json``.
 
         Raises
         ------
         UsageError
-            If this is no directory of a run.
+            If the directory is not the directory of a run.
         FormatError
-            If it is damaged, or of another version.
+            If ``run.json`` is damaged, or of another version.
         """
         if not self.is_written:
             raise UsageError(
@@ -147,7 +147,7 @@ class RunDirectory:
         try:
             text = read_text(self._run, most_bytes=_MOST_BYTES)
         except (OSError, ValueError) as error:
-            raise FormatError(f"{self._run} can't be read: {why(error)}", hint=_ANEW) from error
+            raise FormatError(f"{self._run} can't be read: {why(error)}", hint=_NEW_RUN) from error
         content = parse_json_object(text, str(self._run))
         try:
             if (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
@@ -157,21 +157,21 @@ class RunDirectory:
                 raise FormatError("it has no plan, or one that isn't for training")
             settings = from_dict(TuneSettings, content.get("settings"))
         except (TypeError, FormatError) as error:
-            raise FormatError(f"{self._run}: {error}", hint=_ANEW) from error
+            raise FormatError(f"{self._run}: {error}", hint=_NEW_RUN) from error
         trusts = content.get("trust_remote_code") is True
         return TuneJob(settings=settings, plans=plans, trust_remote_code=trusts)
 
     @contextmanager
     def new_result(self, name: str) -> Iterator[Path]:
-        """Yield the path of a new result, which replaces an earlier one at the end."""
+        """Yield a temporary path for a result; on success the result replaces an earlier result."""
         path, place, old = (self.path / f"{prefix}{name}" for prefix in ("", ".new-", ".old-"))
-        with name_write_errors(path, _ROOM):
+        with name_write_errors(path, _WRITE_HINT):
             if old.exists() and not path.exists():  # killed between the two renames below
                 old.rename(path)
-        for leftover in (place, old):  # of a process that was killed
+        for leftover in (place, old):  # left by a process that was killed
             shutil.rmtree(leftover, ignore_errors=True)
         yield place
-        with name_write_errors(path, _ROOM):
+        with name_write_errors(path, _WRITE_HINT):
             if path.exists():
                 path.rename(old)
             place.rename(path)
@@ -179,17 +179,19 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from training or moving the run; the system ends a lost lock.
+        """Lock the run against training or moving by other processes.
+
+        The system releases the lock of a process that ends.
 
         Raises
         ------
         UsageError
-            If another process has it.
+            If another process has the lock.
         """
         is_new = not self.path.is_dir()
         if is_new:
             self.refuse_used()
-        with name_write_errors(self._lock, _ROOM):
+        with name_write_errors(self._lock, _WRITE_HINT):
             self.path.mkdir(parents=True, exist_ok=True)
             file = self._lock.open("a+", encoding="utf-8")
         with file:
@@ -203,7 +205,7 @@ class RunDirectory:
                     hint="wait until its run has ended, end it, or use another directory",
                 ) from None
             except OSError:
-                pass  # not every file system has locks
+                pass  # the file system doesn't support locks
             file.truncate(0)
             file.write(f"process {os.getpid()} on {platform.node()}")
             file.flush()
@@ -211,31 +213,31 @@ class RunDirectory:
                 yield
             finally:
                 if is_new and [*self.path.iterdir()] == [self._lock]:
-                    shutil.rmtree(self.path, ignore_errors=True)  # nothing came of it
+                    shutil.rmtree(self.path, ignore_errors=True)  # no run was written
 
     def write_report(self, report: Mapping[str, Any]) -> None:
         """Write the report of measured and forecast memory."""
         _write(self.path / "report.json", json.dumps(report, indent=1) + "\n")
 
     def read_first_adapter(self) -> LoraAdapter | None:
-        """Read the adapter at the start of the run, if any."""
+        """Read the adapter to start training from; None for new adapters."""
         return read_adapter(self.first_adapter) if self.first_adapter.is_dir() else None
 
     def note(self, metrics: Mapping[str, Any]) -> None:
-        """Add a line to the metrics."""
+        """Append the metrics of a step or an evaluation to ``metrics.jsonl``."""
         with (
-            name_write_errors(self.metrics, _ROOM),
+            name_write_errors(self.metrics, _WRITE_HINT),
             self.metrics.open("a", encoding="utf-8") as file,
         ):
             file.write(json.dumps(metrics) + "\n")
 
     def forget_after(self, step: int) -> None:
-        """Drop the metrics of later steps, which a resumed run repeats."""
+        """Remove the metrics of steps after `step`: a resumed run repeats these steps."""
         lines = [json.dumps(entry) for entry in self.read_metrics() if entry["step"] <= step]
         _write(self.metrics, "".join(f"{line}\n" for line in lines))
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """Yield the metrics so far; the incomplete line of a killed process is skipped."""
+        """Yield the metrics so far; skip an incomplete line of a killed process."""
         if self.metrics.is_file():
             for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
                 with suppress(ValueError):
@@ -244,24 +246,24 @@ class RunDirectory:
                         yield entry
 
     def fail(self, error: DuokaError) -> bool:
-        """Note the failure of a process; return False if another process has failed before."""
+        """Write the failure of a process to a file; return False if another process did before."""
         content = {"message": str(error), "hint": error.hint, "exit_code": error.exit_code}
         try:
             descriptor = os.open(self._failure, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
             return False
         except OSError:
-            return True  # there is no directory yet, or none that can be written to
+            return True  # the directory doesn't exist yet, or is not writable
         with suppress(OSError), os.fdopen(descriptor, "w") as file:  # the disk may be full
             json.dump(content, file)
         return True
 
     def forget_failure(self) -> None:
-        """Remove the noted failure."""
+        """Remove the failure written by `fail`."""
         self._failure.unlink(missing_ok=True)
 
     def failure(self) -> DuokaError | None:
-        """Return the first noted failure, if any."""
+        """Return the failure written by the first failed process; None if there is no failure."""
         with suppress(OSError, ValueError, FormatError, KeyError):
             content = parse_json_object(read_text(self._failure, most_bytes=_MOST_BYTES), "it")
             error = DuokaError(content["message"], hint=content["hint"])
@@ -271,5 +273,6 @@ class RunDirectory:
 
 
 def _write(path: Path, text: str) -> None:
-    with name_write_errors(path, _ROOM):
+    """Write a whole file; raise MachineError with a hint on failure."""
+    with name_write_errors(path, _WRITE_HINT):
         write_whole(path, text)

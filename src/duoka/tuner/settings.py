@@ -32,9 +32,9 @@ KeyNames = Literal["original", "native"]
 _SEQ_LENGTH = 2048
 _RATES: dict[TuneMethod, float] = {"lora": 1e-4, "qlora": 1e-4, "full": 1e-5}
 _WARMUP_SHARE = 0.03
-_LARGEST_SEED = 2**32 - 1  # on the processor torch has no more bits of it
-# The minimum of each number, and the numbers that may be None.
-_LEAST = {
+_LARGEST_SEED = 2**32 - 1  # torch's CPU generator uses only 32 bits of a seed
+# The minimum of each integer setting; those in `_OPTIONAL` may be None.
+_MINIMA = {
     **dict.fromkeys(("seq_length", "batch", "micro_batch", "epochs", "steps", "keep"), 1),
     **dict.fromkeys(("lora_rank", "lora_alpha"), 1),
     **dict.fromkeys(("warmup", "save_every", "eval_every", "seed"), 0),
@@ -45,59 +45,62 @@ _CHOICES = {"method": TuneMethod, "train_on": TrainOn, "lr_schedule": Decay, "na
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneSettings:
-    """How a model is fine-tuned.
+    """Settings of a fine-tuning run.
 
     Parameters
     ----------
     eval_data : tuple of str
-        Files or directories that the loss is measured on.
+        Files or directories with samples on which the loss is evaluated.
     train_on : {"all", "last"}
-        Which of the assistant's answers in a conversation are learnt.
+        Train on all of the assistant's answers in a conversation, or on the last one.
     seq_length : int, optional
-        The most tokens of a sequence; by default those of the longest sample, at most 2048 or the
-        model's limit, and with packing as many as that.
+        Maximum tokens of a sequence. The default is the length of the longest sample, at most 2048
+        or the model's limit; with packing, it is that maximum itself.
     packing : bool
-        Several samples in one sequence, none of which attends to another.
+        Put several samples into one sequence; samples don't attend to one another.
     skip_bad : bool
-        Leave rows out that can't be used, instead of refusing all.
+        Skip unusable rows instead of refusing the data.
     method : {"lora", "qlora", "full"}
-        Adapters on frozen weights, on weights in 4 bit, or every parameter.
+        Train adapters on frozen weights, adapters on frozen 4-bit weights, or every parameter.
     batch, micro_batch : int
-        Sequences that a step is made of, and sequences that run at once.
+        Number of sequences in a step, and in a forward pass.
     epochs, steps : int
-        How often each sample comes; or how many steps there are.
+        Passes over the data; or the number of steps, which replaces `epochs`.
     lr : float, optional
-        The highest learning rate; by default 1e-4, with the method "full" 1e-5.
+        The maximum learning rate; by default 1e-4, with the method "full" 1e-5.
     lr_schedule : {"cosine", "linear", "constant"}
-        What follows it.
+        Decay of the learning rate after the warm-up.
     warmup : int, optional
-        Steps that lead up to it; by default 3 % of all.
+        Number of warm-up steps; by default 3 % of all steps.
     optimizer : {"adamw", "adamw8bit", "adafactor", "sgd"}
-    weight_decay, max_grad_norm : float
-        Of matrices; and what the norm of all gradients is clipped to, 0 for not at all.
+    weight_decay : float
+        Weight decay of matrices.
+    max_grad_norm : float
+        Norm to which the gradients of all parameters together are clipped; 0 disables clipping.
     lora_rank, lora_alpha, lora_dropout, lora_target
-        Of the adapters, as for `Training`.
+        Settings of the adapters, as for `Training`.
     dtype, quantize : str
-        Of the weights, as for `Workload`; `quantize` is "nf4" with the method "qlora".
+        Dtype and quantization of the weights, as for `Workload`; the method "qlora" quantizes to
+        "nf4" unless `quantize` says otherwise.
     checkpointing : bool
-        Compute activations again in the backward pass.
+        Recompute activations in the backward pass (gradient checkpointing).
     schedule : {"1f1b", "gpipe", "sequential"}
-        How stages take turns.
+        Pipeline schedule of the stages.
     seed : int
-        Of the samples' order, of adapters' first values and of dropout.
+        Seed for the order of samples, the initial values of adapters, and dropout.
     save_every, eval_every : int
-        Steps from one checkpoint or evaluation to the next; 0 for at the end alone.
+        Steps between checkpoints or evaluations; 0 for only one at the end.
     keep : int
-        Checkpoints that stay.
+        Number of checkpoints to keep.
     merge : bool
-        Write a whole checkpoint in the end, instead of an adapter.
+        Write a merged checkpoint at the end instead of an adapter.
     names : {"original", "native"}
-        Tensors' names in the result: the published ones, or those of transformers' class.
+        Names of tensors in the result: as published, or as in transformers' class.
 
     Raises
     ------
     UsageError
-        If a number makes no sense or a name is unknown.
+        If a number is out of range or a name is unknown.
     """
 
     eval_data: tuple[str, ...] = ()
@@ -138,7 +141,7 @@ class TuneSettings:
             "eval_data": _texts("eval_data", self.eval_data),
             "lora_target": _texts("lora_target", self.lora_target),
         }
-        for name, minimum in _LEAST.items():
+        for name, minimum in _MINIMA.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
                 plain[name] = whole_number(name, value, minimum)
@@ -161,6 +164,7 @@ class TuneSettings:
         self._training(self.lora_target)  # refuses invalid values
 
     def _refuse_rates(self) -> None:
+        """Raise UsageError for a rate that isn't a finite number above (or, except lr, at) zero."""
         rates = {name: getattr(self, name) for name in ("lr", "weight_decay", "max_grad_norm")}
         rates["lr"] = self.learning_rate
         for name, rate in rates.items():
@@ -178,16 +182,16 @@ class TuneSettings:
 
     @property
     def learning_rate(self) -> float:
-        """The highest learning rate."""
+        """The maximum learning rate, with the method's default."""
         return _RATES[self.method] if self.lr is None else self.lr
 
     def rate_at(self, step: int, num_steps: int) -> float:
-        """Return the learning rate of a step, from 0."""
+        """Return the learning rate of a step; steps count from 0."""
         warmup_steps = self.warmup_steps(num_steps)
         return self.learning_rate * rate_factor(step, num_steps, warmup_steps, self.lr_schedule)
 
     def starting_from(self, adapter: LoraAdapter) -> TuneSettings:
-        """Return the settings with the rank, scale and modules of an adapter."""
+        """Return these settings with the rank, scale and modules of an adapter to start from."""
         if self.method == "full":
             raise UsageError(
                 "an adapter to start from can't be combined with full training",
@@ -202,12 +206,12 @@ class TuneSettings:
         )
 
     def warmup_steps(self, num_steps: int) -> int:
-        """Return the steps of the warm-up."""
+        """Return the number of warm-up steps."""
         steps = round(_WARMUP_SHARE * num_steps)
         return steps if self.warmup is None else min(self.warmup, num_steps)
 
     def workload(self, checkpoint: Checkpoint) -> Workload:
-        """Return the workload of a step for the planner, on a single copy of the model."""
+        """Return the workload of a step for the planner, with a single replica."""
         limit = checkpoint.max_context_tokens
         if self.seq_length is not None and limit is not None and self.seq_length > limit:
             raise UsageError(
@@ -226,6 +230,7 @@ class TuneSettings:
         )
 
     def _training(self, lora_targets: tuple[str, ...]) -> Training:
+        """Return the training part of the workload; `Training` refuses invalid values."""
         return Training(
             method="full" if self.method == "full" else "lora",
             optimizer=self.optimizer,
@@ -234,7 +239,7 @@ class TuneSettings:
             lora_dropout=self.lora_dropout,
             lora_targets=lora_targets,
             gradient_checkpointing=self.checkpointing,
-            # Adapters, or all weights, and the optimizer's states in 32 bit.
+            # Trained parameters and optimizer states are in float32.
             master_weights=True,
             micro_batches=self.batch // self.micro_batch,
             schedule=self.schedule,
@@ -243,7 +248,7 @@ class TuneSettings:
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
-    """Return several texts or paths as texts; refuse a single one."""
+    """Convert a sequence of strings or paths to a tuple; refuse a single string or path."""
     if isinstance(value, str | os.PathLike):
         raise UsageError(
             f"{name} is {str(value)!r}; it must be a tuple of strings",

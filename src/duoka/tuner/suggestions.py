@@ -1,7 +1,7 @@
-"""Suggestions for a run that does not fit, with options of `duoka tune`.
+"""Suggestions for an infeasible run, in options of `duoka tune`.
 
-The planner's suggestions are those of `duoka plan --train`. Runs have other options and keep their
-batch, so each suggestion is planned again as a run, and omitted if that does not fit.
+The planner's suggestions have options of `duoka plan --train`. A run has other options and must
+keep its batch, so each suggestion is planned again as a run, and omitted if the run doesn't fit.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from duoka.planner.plan import Plan
 from .settings import TuneSettings
 
 Attempt = Callable[[TuneSettings, str | None], Plan]
-"""Plans a run with such settings, on its own GPUs or others."""
+"""Plans a run with changed settings, on the given GPUs or, if None, its own."""
 
-# The setting for an option of `duoka plan`, and how its value is read.
+# By option of `duoka plan`: the setting of a run, and the function that parses its value.
 _SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "--context": ("seq_length", int),
     "--batch": ("micro_batch", int),
@@ -38,7 +38,7 @@ _SHARDED = (
 def with_suggestions(
     error: InfeasibleError, settings: TuneSettings, attempt: Attempt
 ) -> InfeasibleError:
-    """Return the error with suggestions in options of `duoka tune`."""
+    """Return the error with its suggestions converted to options of `duoka tune`."""
     plain = InfeasibleError(
         f"{error}{_SHARDED if settings.method == 'full' else ''}",
         hint="use more or larger GPUs, or a smaller model",
@@ -49,18 +49,21 @@ def with_suggestions(
 
 
 def _as_run(way: WayOut, settings: TuneSettings, attempt: Attempt) -> WayOut | None:
-    """Convert a suggestion to a run; None if impossible."""
+    """Convert a suggestion to options of `duoka tune`.
+
+    Returns None if an option has no equivalent for runs, or the changed run doesn't fit.
+    """
     changes: dict[str, Any] = {}
     gpus = None
-    words = iter(way.options)
-    for word in words:
-        if word == "--checkpointing":
+    arguments = iter(way.options)
+    for option in arguments:
+        if option == "--checkpointing":
             changes["checkpointing"] = True
-        elif word == "--gpus":
-            gpus = next(words)
-        elif word in _SETTINGS:
-            name, read = _SETTINGS[word]
-            changes[name] = read(next(words))
+        elif option == "--gpus":
+            gpus = next(arguments)
+        elif option in _SETTINGS:
+            name, read = _SETTINGS[option]
+            changes[name] = read(next(arguments))
         else:
             return None
     for change in _in_whole_micro_batches(changes, settings):
@@ -82,7 +85,10 @@ def _as_run(way: WayOut, settings: TuneSettings, attempt: Attempt) -> WayOut | N
 def _in_whole_micro_batches(
     changes: dict[str, Any], settings: TuneSettings
 ) -> Iterator[dict[str, Any]]:
-    """Yield the changes with micro-batches that divide the batch, in descending order."""
+    """Yield the changes with each smaller or equal micro-batch dividing the batch, largest first.
+
+    Changes without a micro-batch are yielded unchanged.
+    """
     if "micro_batch" not in changes:
         yield changes
         return
@@ -92,6 +98,7 @@ def _in_whole_micro_batches(
 
 
 def _options(changes: dict[str, Any]) -> Iterator[str]:
+    """Yield the command-line options of changed settings."""
     for name, value in changes.items():
         yield _OPTIONS.get(name, f"--{name.replace('_', '-')}")
         if value is not True:

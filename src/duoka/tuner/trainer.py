@@ -1,4 +1,4 @@
-"""Training steps of one process: micro-batches through its stages, optimizer steps."""
+"""Training steps of one process: passes of micro-batches through its stages, optimizer steps."""
 
 from __future__ import annotations
 
@@ -24,16 +24,21 @@ from .layout import GradientSum, Layout
 from .part import Batch, ModelPart
 from .settings import TuneSettings
 
-# Loss scaling in 16 bit without an exponent's range: as torch.amp.GradScaler's defaults.
+# Loss scaling for float16: the defaults of torch.amp.GradScaler.
 _FIRST_SCALE = 2.0**16
 _GROWTH_STEPS = 2000
-# float16's least number of full precision: what overflows with a loss as small is no number at all.
+# The smallest normal number of float16. If gradients aren't finite at this loss scale, the cause
+# isn't the scale, and the run stops.
 _LEAST_SCALE = 2.0**-14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessReport:
-    """Report of one process on a step; seconds, and peak bytes since the start of the run."""
+    """Report of one process on a step.
+
+    `busy_share` is the fraction of the step's time not spent waiting for other processes. Bytes are
+    peaks since the process began to train, or resumed; 0 if the device doesn't count them.
+    """
 
     device: str
     replica: int
@@ -47,7 +52,7 @@ class StepReport:
     """Report of an optimizer step.
 
     `loss` is the mean over the trained tokens; `is_skipped` means that float16 gradients overflowed
-    and the weights are unchanged.
+    and the weights are unchanged; `stops` means that a process was asked to stop after this step.
     """
 
     step: int
@@ -64,17 +69,17 @@ class StepReport:
 
 
 # The loss of a step is the mean over all its trained tokens. A micro-batch's loss is the mean over
-# its own, so it is weighted by its share of the step's tokens before the backward pass: of 30 and
-# 10 trained tokens the losses count 3/4 and 1/4. Gradients then only have to be added, over
-# micro-batches by autograd and over replicas by `GradientSum`, and nothing depends on who computes
-# which of them.
+# the micro-batch's own trained tokens, so it is weighted by their share before the backward pass:
+# micro-batches of 30 and 10 trained tokens have the weights 3/4 and 1/4. Gradients are then plain
+# sums, over micro-batches by autograd and over replicas by `GradientSum`, and don't depend on the
+# replica that runs a micro-batch.
 #
-# After the passes each process gathers the numbers of all others: [loss, squared norm of its
-# gradients, seconds waited, peak allocated, peak reserved, asked to stop]. From the same numbers
-# all processes take the same decision: to stop, to skip the step, by how much to clip. The norm is
-# that of replica 0, whose stages hold each parameter once.
+# After the passes each process all-gathers [loss, squared norm of its gradients, seconds waited,
+# peak allocated, peak reserved, asked to stop]. From the same numbers all processes take the same
+# decisions: to stop, to skip the step, and by how much to clip. The norm is computed from the
+# processes of replica 0, which together hold each parameter once.
 class Trainer:
-    """Steps of a run in one process; all processes call the same methods at the same time."""
+    """Runs the steps of a run in a process; all processes call the same methods together."""
 
     def __init__(
         self, settings: TuneSettings, layout: Layout, rank: int, part: ModelPart, num_steps: int
@@ -103,10 +108,11 @@ class Trainer:
     #   rank 1, stage 1   ·   F0  B0  F1  B1  ·  │         │                   │        │
     #
     # Hidden states go from F of stage 0 to F of stage 1, gradients back from B to B. Only the last
-    # stage has losses, so the sum over all processes is the loss of the step. What a process waits
-    # for others, in the passes and at the barrier, is counted; the rest is its busy share.
+    # stage of a replica has losses, so the sum over all processes is the loss of the step. The time
+    # that a process waits for others, in the passes and at the barrier, is measured; the rest is
+    # its busy share.
     def step(self, number: int, step: OptimizerStep) -> StepReport:
-        """Train on the micro-batches of a step."""
+        """Train on the micro-batches of step `number`, from 0, and update the weights."""
         begin = time.perf_counter()
         replicas = len(self._layout.plans)
         micro_batches = step.of_replica(self._replica, replicas)
@@ -114,14 +120,14 @@ class Trainer:
         losses, waited = self._run(micro_batches, step.trained_tokens, number=number)
         devices.synchronize(self._part.device)
         passed = time.perf_counter()
-        dist.barrier()  # until all processes have finished their passes
+        dist.barrier()  # wait until all processes have finished their passes
         waited += time.perf_counter() - passed
         self._gradients.reduce(self._part.trained)
         stops = self.is_asked_to_stop
-        gathered = _gather([sum(losses), self._squares(), waited, *self._peaks(), stops])
-        self._refuse_no_loss(number, micro_batches, losses, gathered[:, 0])
-        norm = self._norm(gathered)
-        self._refuse_no_norm(number, norm)
+        gathered = _gather([sum(losses), self._squared_norm(), waited, *self._peaks(), stops])
+        self._refuse_nonfinite_loss(number, micro_batches, losses, gathered[:, 0])
+        norm = self._total_norm(gathered)
+        self._refuse_nonfinite_norm(number, norm)
         is_skipped = self._advance(norm, rate)
         seconds = time.perf_counter() - begin
         return StepReport(
@@ -149,7 +155,7 @@ class Trainer:
         )
 
     def evaluate(self, steps: Sequence[OptimizerStep]) -> float:
-        """Return the mean loss over the trained tokens of some steps."""
+        """Return the mean loss over all trained tokens of the given steps, without training."""
         total = sum(step.trained_tokens for step in steps)
         self._part.model.eval()
         try:
@@ -168,9 +174,10 @@ class Trainer:
     def _run(
         self, micro_batches: Sequence[TrainingMicroBatch], total: int, *, number: int | None = None
     ) -> tuple[list[float], float]:
-        """Run all passes; a training step is identified by its number.
+        """Run this process's passes for micro-batches of a step with `total` trained tokens.
 
-        Returns weighted losses, and the seconds spent waiting for other stages.
+        With the `number` of a training step the backward passes run, too; None is an evaluation.
+        Returns the weighted losses, and the seconds spent waiting for other stages.
         """
         part, learns = self._part, number is not None
         batches: list[Batch] = [micro_batch.tensors() for micro_batch in micro_batches]
@@ -183,13 +190,13 @@ class Trainer:
         ranks = [self._layout.rank(self._replica, name) for name in names]
         channel = ProcessChannel(ranks, part.device)
 
-        def forward(at: int, device: torch.device) -> Tensor:
+        def forward(index: int, device: torch.device) -> Tensor:
             if number is not None:
-                # The same dropout wherever the micro-batch runs, and where a run is resumed. Of
-                # two replicas the second has the step's micro-batches 1, 3, 5 (`of_replica`).
-                place = self._replica + at * len(self._layout.plans)
-                seed_dropout(self._settings.seed, number, place)
-            return part.loss(batches[at], device) * (weights[at] * scale)
+                # Seeded by the index within the step, dropout doesn't depend on the replica or on a
+                # resumption. The second of two replicas has micro-batches 1, 3, 5 (`of_replica`).
+                step_index = self._replica + index * len(self._layout.plans)
+                seed_dropout(self._settings.seed, number, step_index)
+            return part.loss(batches[index], device) * (weights[index] * scale)
 
         pipeline = StagePipeline(
             part.interceptor,
@@ -205,21 +212,23 @@ class Trainer:
         return [float(loss) / scale for loss in losses], channel.waited_seconds
 
     def _gradients_here(self) -> list[Tensor]:
+        """Return the existing gradients of this process's trained parameters."""
         return [p.grad for p in self._part.trained.values() if p.grad is not None]
 
-    def _squares(self) -> float:
-        """Return the squared norm of this process's gradients."""
+    def _squared_norm(self) -> float:
+        """Return the squared norm of this process's gradients, without the loss scale."""
         gradients = self._gradients_here()
         if not gradients:
             return 0.0
         return float(torch.nn.utils.get_total_norm(gradients)) ** 2 / self.scale**2
 
     def _peaks(self) -> tuple[int, int]:
+        """Return the peaks of allocated and reserved bytes; zeros if the device has no counts."""
         peak = devices.peak_bytes(self._part.device)
         return (0, 0) if peak is None else (peak.allocated_bytes, peak.reserved_bytes)
 
-    def _norm(self, gathered: Tensor) -> float:
-        """Return the norm of all gradients, equal in every replica."""
+    def _total_norm(self, gathered: Tensor) -> float:
+        """Return the norm of the whole model's gradients, equal in every replica."""
         ranks = [self._layout.rank(0, name) for name in self._layout.plans[0].devices]
         return math.sqrt(float(gathered[ranks, 1].sum()))
 
@@ -229,19 +238,20 @@ class Trainer:
     #   step   scale    norm    what happens
     #   0      65536    inf     a gradient overflowed: skipped, the scale is halved
     #   1      32768    inf     skipped, halved
-    #   2      16384    2.0     clipped to 1.0: one product with 0.5 / 16384; 1 good step
+    #   2      16384    2.0     clipped to 1.0: gradients times 0.5 / 16384; 1 good step
     #   …
-    #   2001   16384    0.7     not clipped: a product with 1 / 16384; 2,000 good steps: doubled
+    #   2001   16384    0.7     not clipped: gradients times 1 / 16384; 2,000 good steps: doubled
     #
-    # `norm` is that of the whole model's unscaled gradients, the same in all processes: all skip
-    # the step, or none. torch.amp.GradScaler looks at the gradients of its own process alone.
+    # `norm` is the norm of the whole model's unscaled gradients and equal in all processes, so all
+    # processes skip the step or none does. torch.amp.GradScaler would decide by the gradients of
+    # its own process alone.
     def _advance(self, norm: float, rate: float) -> bool:
-        """Run the optimizer step; return True if it was skipped."""
+        """Clip and unscale the gradients, and update the weights; return True if skipped."""
         is_skipped = not math.isfinite(norm)
         if not is_skipped:
             limit = self._settings.max_grad_norm
             factor = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
-            gradients = self._gradients_here()  # none on some GPUs: an embedding's
+            gradients = self._gradients_here()  # empty on a GPU without trained parameters
             if gradients and factor / self.scale != 1.0:
                 torch._foreach_mul_(gradients, factor / self.scale)
             for group in self.optimizer.param_groups:
@@ -256,14 +266,17 @@ class Trainer:
                 self.scale, self.steps_since_scaled = self.scale * 2, 0
         return is_skipped
 
-    def _refuse_no_loss(
+    def _refuse_nonfinite_loss(
         self,
         number: int,
         micro_batches: Sequence[TrainingMicroBatch],
         losses: Sequence[float],
         all_losses: Tensor,
     ) -> None:
-        """Stop at a loss that is not finite; the process that has it names the samples."""
+        """Raise TrainingError for a loss that is not finite, naming the samples.
+
+        Only the process with this loss raises it; the others raise LostError.
+        """
         for micro_batch, loss in zip(micro_batches, losses, strict=False):
             if not math.isfinite(loss):
                 raise TrainingError(
@@ -274,8 +287,8 @@ class Trainer:
         if not math.isfinite(float(all_losses.sum())):
             raise LostError
 
-    def _refuse_no_norm(self, number: int, norm: float) -> None:
-        """Stop at gradients that are not finite, unless a smaller loss scale may help."""
+    def _refuse_nonfinite_norm(self, number: int, norm: float) -> None:
+        """Raise TrainingError if the norm isn't finite, unless a smaller loss scale may help."""
         if math.isfinite(norm) or (self._is_scaled and self.scale > _LEAST_SCALE):
             return
         scaled = f", with the loss scaled down to {self.scale:g}" if self._is_scaled else ""
@@ -285,7 +298,7 @@ class Trainer:
         )
 
     def _remedy(self, number: int) -> str:
-        """Return the hint for values that are not finite."""
+        """Return the hint for a loss or gradients that are not finite in a step, from 0."""
         if self._is_in_half:
             remedy = "float16 overflows above 65504: start a run with --dtype bfloat16 or float32"
         elif number == 0:
@@ -298,11 +311,11 @@ class Trainer:
 
 
 class LostError(Exception):
-    """The end of a process because of another process, which has noted the failure."""
+    """Ends a process because another process has failed, and notes the failure."""
 
 
 def _gather(values: Sequence[float]) -> Tensor:
-    """Gather the numbers of all processes as [processes, values], float64."""
+    """All-gather the numbers of each process: float64 [processes, values]."""
     row = torch.tensor(values, dtype=torch.float64)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)

@@ -1,4 +1,4 @@
-"""Fine-tuning from the plan to the result: planned, proved, run by processes, and reported."""
+"""Run a fine-tuning: plan, prove, train in one process per GPU, and write result and report."""
 
 from __future__ import annotations
 
@@ -43,15 +43,16 @@ class TuneResult:
     Parameters
     ----------
     directory : Path
-        Of the run.
+        The directory of the run.
     steps : int
-        The optimizer's steps that it has behind it.
+        Number of optimizer steps in the newest checkpoint; 0 if none was saved.
     stopped_by : int, optional
-        The signal that ended it before its last step; it can go on.
+        The signal that stopped the run before its last step; the run can be resumed. None if the
+        run was completed, or not started.
     result : Path, optional
-        The adapter or checkpoint that it has made.
+        The directory of the adapter or merged checkpoint; None if the run was not completed.
     report : RunReport, optional
-        What was measured beside what was forecast.
+        Measurements beside the forecast; None if the run was not completed.
     """
 
     directory: Path
@@ -73,46 +74,48 @@ def tune(
     adapter: str | os.PathLike[str] | None = None,
     show: Callable[[TuneRun], bool] | None = None,
 ) -> TuneResult:
-    """Fine-tune a model on every GPU, in a process for each.
+    """Fine-tune a model on all given GPUs, with one process per GPU.
 
-    It is planned and proved before a weight is read. Stages of the model work at the same time on
-    different micro-batches; where several copies of it fit, they share each step. In processes
-    that torchrun has started all of them call this, and the first one's result counts.
+    The run is planned and proved before a weight is read. The stages of a model work on different
+    micro-batches at the same time (pipeline parallelism); if several replicas fit, they share the
+    micro-batches of each step (data parallelism). Under torchrun every process calls this
+    function, and only rank 0 returns the outcome of the run.
 
     Parameters
     ----------
     model : path, str or Checkpoint
         A directory with a published checkpoint, or a model's name on the Hub.
     data : str, path, or sequence of these
-        Files or directories to learn from.
+        Files or directories with training data.
     gpus : Fleet or str
-        As for `plan`; all are used.
+        As for `plan`; all of them are used.
     save : path
         A new directory for the run: checkpoints, metrics, and the result.
     settings : TuneSettings
-        How it is learnt.
+        Method, hyperparameters, and options of the run.
     replicas : int or "auto"
-        Copies of the model that share each step; "auto" is as many as fit.
+        Number of model replicas that share each step; "auto" is as many as fit.
     plan : Plan, optional
-        Take this one, for training, instead of making one.
+        A plan for training to use instead of planning.
     adapter : path, optional
-        Directory of a LoRA adapter that is trained on; its rank, scale and modules count, instead
-        of those of `settings`.
+        Directory of a LoRA adapter to continue training; its rank, scale and modules replace those
+        of `settings`.
     show : callable, optional
-        Called with the run before it starts; it doesn't where this returns False.
+        Called with the prepared run before it starts; if it returns False, the run isn't started.
 
     Raises
     ------
     InfeasibleError
-        If it doesn't fit, with the ways out.
+        If the run doesn't fit on the GPUs, with suggestions.
     UsageError
-        If options contradict each other, or rows of the data can't be used.
+        If options contradict each other, or rows of the data are invalid.
     TrainingError
-        If training can't go on; the last checkpoint is whole.
+        If training can't continue; the last checkpoint is intact.
     """
     directory = RunDirectory(Path(save))
 
     def begin() -> bool:
+        """Prepare and write the run; return False if `show` declines."""
         directory.refuse_used()
         checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
         paths = [os.fspath(p) for p in ([data] if isinstance(data, str | os.PathLike) else data)]
@@ -127,7 +130,7 @@ def tune(
 
     with _lock(directory):
         if torch.distributed.is_torchelastic_launched():
-            return _in_ranks(directory, begin)
+            return _train_under_torchrun(directory, begin)
         if not begin():
             return TuneResult(directory=directory.path, steps=0)
         try:
@@ -138,16 +141,16 @@ def tune(
 
 
 def _lock(directory: RunDirectory) -> AbstractContextManager[None]:
-    """Lock a run; of the processes of torchrun rank 0 holds the lock for all."""
+    """Lock a run; under torchrun rank 0 holds the lock for all processes."""
     is_other = torch.distributed.is_torchelastic_launched() and os.environ["RANK"] != "0"
     return nullcontext() if is_other else directory.locked()
 
 
-def _in_ranks(directory: RunDirectory, begin: Callable[[], bool]) -> TuneResult:
-    """Train in this process of torchrun's; rank 0 begins the run."""
+def _train_under_torchrun(directory: RunDirectory, begin: Callable[[], bool]) -> TuneResult:
+    """Train in this process of torchrun's; rank 0 calls `begin` first."""
 
     def begin_once() -> None:
-        # Where torchrun starts the processes again after a failure, the run goes on.
+        # If torchrun restarts the processes after a failure, the written run is resumed.
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" or not directory.is_written:
             begin()
         directory.forget_failure()
@@ -156,20 +159,20 @@ def _in_ranks(directory: RunDirectory, begin: Callable[[], bool]) -> TuneResult:
     is_complete = work(directory, begin_once if is_first else None)
     if not is_first:
         return TuneResult(directory=directory.path, steps=0)
-    # torchrun hands on SIGTERM, whatever it was sent itself.
-    return _finished(directory, None if is_complete else signal.SIGTERM)
+    # torchrun sends SIGTERM to its processes for any signal that it gets.
+    return _finish_run(directory, None if is_complete else signal.SIGTERM)
 
 
 def move(
     directory: RunDirectory, fleet: Fleet | str | None, replicas: NumReplicas = "auto"
 ) -> None:
-    """Plan a run for other GPUs, or anew for its own; training resumes from the checkpoint."""
+    """Plan a run again, for the GPUs of `fleet` or, if None, for its own; don't train yet."""
     run = directory.read()
     with directory.locked():
         checkpoint = run.checkpoint()
         if fleet is None:
             fleet = run.fleet()
-        # What is learnt and how can't change: other settings would be no way out.
+        # The settings of a begun run can't change, so suggestions of other settings wouldn't help.
         plans = plans_for(checkpoint, fleet, run.settings, replicas, suggest=False)
         prove_plans(checkpoint, plans)
         directory.write(run.settings, plans, trust_remote_code=run.trust_remote_code)
@@ -181,18 +184,19 @@ def resume(directory: RunDirectory) -> TuneResult:
     Raises
     ------
     TrainingError
-        If a process failed; the last checkpoint is whole.
+        If a process failed; the last checkpoint is intact.
     UsageError
-        If it is no directory of a run.
+        If `directory` is not the directory of a run.
     """
-    directory.read()  # before anything is written to what may be no directory of a run
+    directory.read()  # refuses another directory before the lock is written to it
     with _lock(directory):
         if torch.distributed.is_torchelastic_launched():
-            return _in_ranks(directory, lambda: True)
+            return _train_under_torchrun(directory, lambda: True)
         return _train(directory)
 
 
 def _train(directory: RunDirectory) -> TuneResult:
+    """Start a process for each GPU, wait until all have ended, and write the result."""
     layout = Layout(directory.read().plans)
     directory.forget_failure()
     rendezvous, signals = Rendezvous(), list[int]()
@@ -204,7 +208,7 @@ def _train(directory: RunDirectory) -> TuneResult:
     ) as workers:
 
         def stop(signum: int, frame: FrameType | None) -> None:
-            """Ask the processes to save and leave; end them at the second signal."""
+            """Ask the processes to save a checkpoint and exit; kill them at a second signal."""
             if signals:
                 workers.end()
             signals.append(signum)
@@ -212,16 +216,16 @@ def _train(directory: RunDirectory) -> TuneResult:
 
         with handle_signals(stop, (signal.SIGINT, signal.SIGTERM)):
             codes = workers.wait()
-    # One that is asked to stop before it can hear of it just ends.
+    # A process that gets SIGTERM before it handles the signal is ended by the signal: no failure.
     if codes and not (signals and set(codes.values()) <= {-signal.SIGTERM, -signal.SIGKILL}):
-        raise _failure(directory, layout, codes)
-    return _finished(directory, signals[0] if signals else None)
+        raise _find_failure(directory, layout, codes)
+    return _finish_run(directory, signals[0] if signals else None)
 
 
-def _finished(directory: RunDirectory, stopped_by: int | None = None) -> TuneResult:
-    """Return the outcome of a run, and write its result unless it was stopped."""
-    # What was noted may be of more steps than were saved, where a run was ended at once, or of
-    # fewer, after a crash of the machine.
+def _finish_run(directory: RunDirectory, stopped_by: int | None = None) -> TuneResult:
+    """Return the outcome of a run; write report and result of a completed run."""
+    # Steps are counted by checkpoints, not by metrics: a killed run may have metrics of unsaved
+    # steps, and after a crash of the machine the last metrics may be lost.
     steps = max(TrainingCheckpoints(directory.checkpoints, {}).steps, default=0)
     if stopped_by is not None:
         return TuneResult(directory=directory.path, steps=steps, stopped_by=stopped_by)
@@ -236,7 +240,7 @@ def _finished(directory: RunDirectory, stopped_by: int | None = None) -> TuneRes
 
 
 def _write_result(directory: RunDirectory, run: TuneJob, steps: int) -> Path:
-    """Write the adapter or the model of the last checkpoint."""
+    """Write the adapter or the merged model of the last checkpoint; return its directory."""
     say("writing the result")
     checkpoint, workload, names = run.checkpoint(), run.plans[0].workload, run.settings.names
     trained = SavedParameters(TrainingCheckpoints(directory.checkpoints, {}).path(steps))
@@ -247,7 +251,7 @@ def _write_result(directory: RunDirectory, run: TuneJob, steps: int) -> Path:
         model = build_model(checkpoint, workload)
         prepare_for_training(model, workload)
         if (former_adapter := directory.read_first_adapter()) is not None:
-            # For its scales, which needn't be whole numbers over ranks.
+            # Take over the adapter's scaling: lora_alpha of the plan is rounded to an integer.
             fill_adapter(model, former_adapter)
         adapter = adapter_of(model, trained, base=checkpoint.name)
     is_merged = adapter is None or run.settings.merge
@@ -261,8 +265,8 @@ def _write_result(directory: RunDirectory, run: TuneJob, steps: int) -> Path:
     return directory.path / name
 
 
-def _failure(directory: RunDirectory, layout: Layout, codes: Mapping[int, int]) -> DuokaError:
-    """Return the failure of a run: the noted error, or the exit code of a process."""
+def _find_failure(directory: RunDirectory, layout: Layout, codes: Mapping[int, int]) -> DuokaError:
+    """Return the error of a run: the error written by a process, or else an exit code."""
     stated = directory.failure()
     if stated is not None:
         return stated

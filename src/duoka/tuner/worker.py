@@ -1,4 +1,4 @@
-"""A process of a run: ``python -m duoka.tuner DIRECTORY``, started for each rank."""
+"""A worker process of a run: ``python -m duoka.tuner DIRECTORY``, started for each rank."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from .reporter import RunReporter
 from .run import RunDirectory, TuneJob
 from .trainer import LostError, Trainer
 
-# What a message fails with where the other process has ended.
+# Errors of a collective operation after another process has ended.
 _LOST = re.compile("Connection|Broken pipe|(?i:gloo)")
 
 
 def work(directory: RunDirectory, prepare: Callable[[], None] | None = None) -> bool:
-    """Do the part of this process in a run; rank 0 may have to `prepare` the run.
+    """Train in this process as one rank of the run; rank 0 calls `prepare` first, if given.
 
     Returns
     -------
     bool
-        True after the last step; False where the run was stopped earlier.
+        True after the last step; False if the run was stopped earlier.
 
     Raises
     ------
     DuokaError
-        Why the run failed, in the process where that was first seen.
+        The reason of the failure, in the process that failed first.
     LostError
-        Where another process failed.
+        In the other processes after a failure.
     """
     rank = int(os.environ["RANK"])
     device = ""
@@ -73,13 +73,16 @@ def work(directory: RunDirectory, prepare: Callable[[], None] | None = None) -> 
         if reason is None or not directory.fail(reason):
             raise LostError from error  # another process has noted the failure
         raise reason from error
-    # Not in a `finally`: after a failure others may wait for what never comes.
+    # Not in a `finally`: after a failure it could wait forever for other processes.
     dist.destroy_process_group()
     return is_complete
 
 
 def _reason(error: Exception, device: str, way_on: str) -> DuokaError | None:
-    """Return the failure for the user; None where another process notes the failure."""
+    """Convert an error to a DuokaError for the user; None if another process caused the error.
+
+    Errors of unknown kinds are raised again.
+    """
     if isinstance(error, DuokaError):
         return error
     if isinstance(error, torch.OutOfMemoryError):
@@ -88,7 +91,8 @@ def _reason(error: Exception, device: str, way_on: str) -> DuokaError | None:
             hint=f"free the memory that other programs use; {way_on}",
         )
     if isinstance(error, torch.AcceleratorError) or find_lost_gpu(error) is not None:
-        # The driver's, not the allocator's: no room for a context, an index that is out of bounds.
+        # Errors of the driver, not the allocator: no memory for a CUDA context, an index that is
+        # out of bounds.
         return TrainingError(
             f"{device} failed: {str(error).splitlines()[0]}",
             hint=f"check the GPU with `nvidia-smi`; {way_on}",
@@ -100,7 +104,7 @@ def _reason(error: Exception, device: str, way_on: str) -> DuokaError | None:
 
 
 class _Worker:
-    """A process of a run, from its weights to the last step."""
+    """The training of one rank: loads its part of the model, resumes, and runs all steps."""
 
     def __init__(self, directory: RunDirectory, run: TuneJob, rank: int) -> None:
         settings, layout = run.settings, Layout(run.plans)
@@ -133,11 +137,11 @@ class _Worker:
             "method": part.training.method,
         }
         self._checkpoints = TrainingCheckpoints(directory.checkpoints, identity, keep=settings.keep)
-        self._reporter: RunReporter | None = None  # of the first process
+        self._reporter: RunReporter | None = None  # in the first process only
         self._busy_shares: dict[str, float] = {}
 
     def train(self) -> bool:
-        """Train from the newest checkpoint on; return True after the last step."""
+        """Train from the newest checkpoint on; return False if stopped before the last step."""
         part = self._part
         publisher = Publisher(
             part.plan,
@@ -158,9 +162,10 @@ class _Worker:
                     self._reporter.close()
 
     # A kill may come between any two writes of a step: metrics, then the checkpoint, then the
-    # evaluation. Resuming drops metrics of later steps than the checkpoint's, which come again, and
-    # makes up for an evaluation of that step which the metrics lack.
+    # evaluation. Resuming drops metrics of steps after the checkpoint's, which are run again. If
+    # the evaluation of the checkpoint's step is missing from the metrics, it runs first.
     def _train(self) -> bool:
+        """Resume and run all steps; see `train`."""
         done = self._resume()
         if done and self._lacks_evaluation(done):
             self._evaluate(done)
@@ -179,6 +184,7 @@ class _Worker:
         return True
 
     def _is_due(self, step: int, every: int) -> bool:
+        """Return True at the last step, and at every multiple of `every` unless 0."""
         return step == self._num_steps or bool(every and step % every == 0)
 
     def _lacks_evaluation(self, step: int) -> bool:
@@ -191,14 +197,17 @@ class _Worker:
         return bool(lacks)
 
     def _evaluate(self, step: int) -> None:
+        """Compute the evaluation loss after a step; the first process reports the loss."""
         loss = self._trainer.evaluate(self._eval_steps)
         if self._reporter is not None:
             self._reporter.write({"step": step, "eval_loss": loss})
 
     def _stop(self, *_: Any) -> None:
+        """Request a stop after the current step; handles SIGTERM and SIGINT."""
         self._trainer.is_asked_to_stop = True
 
     def _resume(self) -> int:
+        """Load the newest checkpoint and create the reporter; return the number of steps done."""
         resumed = self._checkpoints.resume(self._part.trained, self._trainer.optimizer)
         if resumed is not None:
             self._trainer.scale = resumed.state["scale"]
@@ -209,6 +218,7 @@ class _Worker:
         return 0 if resumed is None else resumed.step
 
     def _save(self, step: int) -> None:
+        """Save a training checkpoint after a step."""
         trainer = self._trainer
         state = {"scale": trainer.scale, "steps_since_scaled": trainer.steps_since_scaled}
         self._checkpoints.save(step, self._part.trained, trainer.optimizer, state)
@@ -222,7 +232,7 @@ def main() -> None:
         try:
             work(directory)
         except DuokaError as error:
-            if directory.failure() is None:  # it couldn't be noted, and the parent can't tell why
+            if directory.failure() is None:  # not written for the parent process to show
                 sys.stderr.write(f"{error}\n")
             raise
 

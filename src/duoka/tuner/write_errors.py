@@ -1,4 +1,4 @@
-"""Errors of writing, with the name of what can't be written and what to do."""
+"""Errors of writing files, with the name of the file and a hint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from duoka.errors import MachineError
 
 @contextmanager
 def name_write_errors(what: object, hint: str) -> Iterator[None]:
-    """Convert an error of writing into a MachineError."""
+    """Convert an error of writing `what` into a MachineError with the hint."""
     try:
         yield
     except (OSError, SafetensorError, CheckpointException) as error:
@@ -26,5 +26,5 @@ def name_write_errors(what: object, hint: str) -> Iterator[None]:
 
 
 def first_failure(error: CheckpointException) -> BaseException:
-    """Return the first failure among several processes."""
+    """Return the failure of the first failed process in a distributed checkpoint operation."""
     return next(iter(error.failures.values()))[0]

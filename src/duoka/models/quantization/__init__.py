@@ -1,10 +1,10 @@
-"""Quantization: weights in fewer bits, their forms, and filling them.
+"""Quantization: quantized weights, the choice of weights to quantize, and loading by rows.
 
-- `choose`: the weights to quantize, and the reasons for which others stay
-- `weights`: int8, int4 and nf4, as torchao and bitsandbytes make and multiply them
-- `composed`: tensors that consist of several; weights with known bytes and unknown numbers
-- `frozen`: layers that gradients pass
-- `rows`: filling a weight some rows at a time
+- `choose`: choose the weights of a model to quantize, with reasons for the exceptions
+- `weights`: int8, int4 and nf4 weights of torchao and bitsandbytes
+- `composed`: weights made of several tensors; weights of known size without values
+- `frozen`: linear layers with frozen quantized weights for training
+- `rows`: quantize into an existing weight some rows at a time
 """
 
 from .choose import notes, quantize_model

@@ -1,9 +1,9 @@
-"""Choosing the weights of a model to quantize, with the reasons for which others stay.
+"""Choose the weights of a model to quantize, with the reasons for exceptions.
 
 The weights of linear layers are quantized. Exceptions are modules that transformers' own quantizers
-leave out (the head, and tied modules); routers, where small errors select other experts; weights
-that the architecture keeps in 32 bit; and shapes that the kernels don't take. Stacks of experts are
-no linear layers: no kernel for several experts at once takes them.
+skip (the head, and tied modules); routers, where small errors select other experts; weights that
+the architecture keeps in float32; and shapes that the kernels don't support. Stacks of experts are
+not quantized: there is no kernel for several quantized experts at once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _LEAST_STACK = 3  # dimensions of a stack of experts
 
 
 def quantize_model(model: PreTrainedModel, scheme: Scheme) -> None:
-    """Quantize the linear layers of a model without weights."""
+    """Quantize the linear layers of a model in place; the model is usually on the meta device."""
     require(scheme)
     excluded = frozenset(HfQuantizer.get_modules_to_not_convert(model))
-    # Without data, weights of one shape become equal: quantizing a single one is enough.
+    # On the meta device all weights of one shape and dtype give the same result: quantize one.
     templates: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
     for name, module, key in _matrices(model):
         parameter = module.get_parameter(key)
@@ -40,13 +40,13 @@ def quantize_model(model: PreTrainedModel, scheme: Scheme) -> None:
             tensor = quantize(parameter.detach(), scheme)
         templates.setdefault(shape, tensor)
         weight = nn.Parameter(tensor, requires_grad=False)
-        # The layout for tensor cores is always bfloat16; the processor's has the model's type.
+        # Record the original dtype: int4's layout for tensor cores is always bfloat16.
         let_compute_in(weight, parameter.dtype)
         module.register_parameter(key, weight)
 
 
 def notes(model: PreTrainedModel, scheme: Scheme) -> tuple[str, ...]:
-    """Return notes for people on a quantized model."""
+    """Return notes for the user about the quantized weights of a model, and the others."""
     excluded = frozenset(HfQuantizer.get_modules_to_not_convert(model))
     original_bytes = quantized_bytes = count = 0
     reasons: Counter[str] = Counter()
@@ -70,7 +70,7 @@ def notes(model: PreTrainedModel, scheme: Scheme) -> tuple[str, ...]:
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield parameters of two dimensions or more: their name, module, and name in the module."""
+    """Yield parameters of two or more dimensions: the name, the module, and the name there."""
     for prefix, module in model.named_modules():
         for key, parameter in list(module.named_parameters(recurse=False)):
             if parameter.ndim > 1:
@@ -80,7 +80,7 @@ def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 def _reason(
     model: PreTrainedModel, scheme: Scheme, name: str, excluded: Collection[str]
 ) -> str | None:
-    """Return the reason against quantizing a parameter, or None."""
+    """Return the reason not to quantize a parameter; None for a parameter to quantize."""
     owner = name.rpartition(".")[0]
     module, parameter = model.get_submodule(owner), model.get_parameter(name)
     if not isinstance(module, nn.Linear):
@@ -89,7 +89,7 @@ def _reason(
         return "embeddings" if isinstance(module, nn.Embedding) else "other layers"
     if owner in excluded:
         return "the head and tied weights"
-    if not _ROUTERS.isdisjoint(owner.split(".")[-2:]):  # or a layer of one
+    if not _ROUTERS.isdisjoint(owner.split(".")[-2:]):  # or a layer of a router
         return "routers"
     if parameter.dtype != model.dtype and parameter.dtype == torch.float32:
         return "weights that the architecture keeps in float32"

@@ -1,13 +1,13 @@
-"""Composed weights: tensors of several plain tensors, by PyTorch's protocol for such classes.
+"""Composed weights: tensors made of several plain tensors, by PyTorch's wrapper-subclass protocol.
 
-Subclasses define products. Other classes that PyTorch knows (torchao's) have their own; `parts`
-reads all of them, by ``__tensor_flatten__``.
+Subclasses of `Composed` define products. torchao has composed tensors of its own; `parts` reads all
+of them by ``__tensor_flatten__``.
 
-Of a `StoredWeight` only the bytes are known: it has the shape and type of the original weight, and
-consists of the tensors that a quantized checkpoint's headers list. A model with such weights can be
-traced and proved, not computed with. A product allocates what the formats' own fallback kernels
-allocate: the weight, unpacked into its type, for the time of the product; of a stack of experts, a
-single expert.
+A `StoredWeight` has the shape and dtype of the original weight, and the tensors listed in the
+headers of a quantized checkpoint; their values are unknown. A model with such weights can be traced
+and proved, but not run. A product allocates the memory that fallback kernels of these formats need:
+the weight, unpacked into its dtype, for the duration of the product. For a stack of experts that is
+a single expert.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from duoka.virtual import VirtualTensor
 _COPIES = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
 
 
-# PyTorch calls a tensor subclass at two levels. `__torch_function__` sees `F.linear` before it is
-# decomposed: the products with their own kernels end there. What reaches `__torch_dispatch__` is an
-# ATen operator: detach, clone and copies to a device are applied to each inner tensor; any other
-# operator would need the numbers, and is left to the subclass (`viewed`).
+# PyTorch calls a tensor subclass at two levels. `__torch_function__` gets `F.linear` before it is
+# decomposed, and passes it to `product`. `__torch_dispatch__` gets ATen operators: detach, clone
+# and copies to a device are applied to each inner tensor; any other operator is passed to `viewed`,
+# because it would need the values.
 class Composed(Tensor):
-    """A weight of several plain tensors on a device, by name.
+    """A weight made of several plain tensors, by name, on the same device.
 
     Shape and dtype are those of the original weight.
     """
@@ -43,7 +43,7 @@ class Composed(Tensor):
     def __new__(
         cls: type[Composed], tensors: Mapping[str, Tensor], shape: torch.Size, dtype: torch.dtype
     ) -> Composed:
-        """Make a weight; see the class."""
+        """Create a weight; see the class."""
         device = next(iter(tensors.values())).device
         weight: Composed = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=device
@@ -53,16 +53,16 @@ class Composed(Tensor):
 
     @classmethod
     def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute a product with such weights."""
+        """Compute a function of `products` with composed weights among the arguments."""
         raise NotImplementedError
 
     @classmethod
     def viewed(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Apply any other operator to such a weight."""
+        """Apply an operator other than products and copies."""
         raise NotImplementedError(f"{func} of a {cls.__name__}")
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Return the weight with each of its tensors changed."""
+        """Return a weight with a function applied to each of its tensors."""
         tensors = {name: change(tensor) for name, tensor in self.tensors.items()}
         return type(self)(tensors, self.shape, self.dtype)
 
@@ -105,12 +105,12 @@ class Composed(Tensor):
 
 
 def is_composed(tensor: Tensor) -> bool:
-    """Return True if a tensor consists of others; tensors on virtual GPUs count as plain."""
+    """Return True if a tensor is made of several; tensors on virtual GPUs count as plain."""
     return not isinstance(tensor, VirtualTensor) and is_traceable_wrapper_subclass(tensor)
 
 
 def parts(tensor: Tensor) -> dict[str, Tensor]:
-    """Return the plain tensors with a tensor's bytes, by name; a plain tensor has the name ""."""
+    """Return the plain tensors inside a tensor, by name; for a plain tensor {"": tensor}."""
     if not is_composed(tensor):
         return {"": tensor}
     names, _ = cast(Any, tensor).__tensor_flatten__()
@@ -122,12 +122,12 @@ def parts(tensor: Tensor) -> dict[str, Tensor]:
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor in memory."""
+    """Return the size of a tensor in memory."""
     return sum(part.nbytes for part in parts(tensor).values())
 
 
 def empty_on(tensor: Tensor, device: torch.device) -> Tensor:
-    """Allocate a tensor of the same class and shape on a device."""
+    """Allocate an uninitialized tensor of the same class and shape on a device."""
     if not is_composed(tensor):
         return torch.empty_like(tensor, device=device)
     names, context = cast(Any, tensor).__tensor_flatten__()
@@ -138,22 +138,22 @@ def empty_on(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class StoredWeight(Composed):
-    """A weight without numbers, made of the stored tensors."""
+    """A weight made of a quantized checkpoint's stored tensors, without values."""
 
     products = frozenset({F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm})
     products |= {Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__}
-    # The second one is an older name of the first.
+    # `torch._grouped_mm` is an older name of `F.grouped_mm`.
     products |= {F.grouped_mm, getattr(torch, "_grouped_mm", F.grouped_mm)}
 
     @classmethod
     def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Multiply by a weight that is unpacked for the time of the product."""
-        args = tuple(_unpacked(arg) for arg in args)
-        return func(*args, **{name: _unpacked(arg) for name, arg in kwargs.items()})
+        """Compute a product, with weights unpacked for its duration."""
+        args = tuple(_unpack(arg) for arg in args)
+        return func(*args, **{name: _unpack(arg) for name, arg in kwargs.items()})
 
     @classmethod
     def viewed(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """View the weight in another shape, or a part of it; the view holds all stored tensors."""
+        """View or index the weight; the view holds all stored tensors. Other operators fail."""
         weight = args[0]
         is_view = any(value.alias_info is not None for value in func._schema.returns)
         if not is_view or not isinstance(weight, StoredWeight):
@@ -163,11 +163,11 @@ class StoredWeight(Composed):
         return StoredWeight(weight.tensors, shown.shape, weight.dtype)
 
 
-def _unpacked(value: Any) -> Any:
-    """Unpack a weight into its type; of a stack a single expert, expanded."""
+def _unpack(value: Any) -> Any:
+    """Allocate the unpacked weight in its dtype; for a stack, a single expert, expanded."""
     if not isinstance(value, StoredWeight):
         return value
     *stack, rows, columns = value.shape
-    # Made from a stored tensor, so that a tracer sees the owner of the weight.
+    # Created from a stored tensor, so that tracing finds the module that owns the weight.
     expert = next(iter(value.tensors.values())).new_empty((rows, columns), dtype=value.dtype)
     return expert.expand(*stack, rows, columns) if stack else expert

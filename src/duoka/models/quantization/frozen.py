@@ -1,8 +1,8 @@
-"""Quantized weights in training: they stay frozen, and gradients pass them.
+"""Frozen quantized weights in training: gradients pass through them to the inputs.
 
-torchao's products, and products that unpack a weight, keep the unpacked copy for the backward pass:
-the whole model would be there unquantized. Here the weight is unpacked a second time instead, for
-the time of the backward product, as bitsandbytes' own layers do it.
+torchao's products, and products that unpack a weight, save the unpacked copy for the backward pass:
+together, a whole unquantized model. Here the weight is unpacked again for the duration of the
+backward product instead, as in bitsandbytes' own layers.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _PASSABLE = ("Int8Tensor", "Nf4Weight")
 
 
 def freeze_quantized(model: nn.Module) -> None:
-    """Let gradients pass the quantized layers of a model, in place.
+    """Replace the class of a model's quantized linear layers by `FrozenLinear`.
 
     Raises
     ------
     ModelError
-        If a quantized layer computes in a way of its own.
+        If a quantized layer isn't a plain `nn.Linear`, or its weight has no known gradient.
     """
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")
@@ -45,7 +45,7 @@ class FrozenLinear(nn.Linear):
     """A linear layer with a quantized weight that keeps no copy for the backward pass."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Multiply, in the type of autocast where autocast is on."""
+        """Multiply inputs by the weight, under autocast in autocast's dtype."""
         device_type = inputs.device.type
         if torch.is_autocast_enabled(device_type):
             inputs = inputs.to(torch.get_autocast_dtype(device_type))
@@ -55,13 +55,13 @@ class FrozenLinear(nn.Linear):
 
 
 # int8 has W = diag(s) Q, with a scale for each output, so dX = dY W = (dY · s) Q. Scaling dY costs
-# less than scaling Q; a copy of Q in the gradient's type is the only temporary of W's size.
+# less than scaling Q; a copy of Q in the gradient's dtype is the only temporary of W's size.
 class _Product(torch.autograd.Function):
-    """A product with a gradient for its input alone."""
+    """`F.linear` with a gradient for its input only."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.weight = weight  # hooks on saved tensors needn't see it
+        ctx.weight = weight  # not by save_for_backward: hooks on saved tensors needn't see it
         return F.linear(inputs, weight, bias)
 
     @staticmethod

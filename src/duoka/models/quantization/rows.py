@@ -1,8 +1,8 @@
-"""Filling a quantized weight with rows of the original, a few at a time.
+"""Fill a quantized weight with rows of the original weight, a few at a time.
 
-Each row is quantized by itself, so that a weight is never whole in its original type: beside the
-quantized weight only some rows are in memory, with the temporaries of their quantization. Results
-are bit for bit those of the whole weight at once.
+Rows are quantized independently, so the whole weight is never in memory in its original dtype: only
+the quantized weight, some original rows, and the temporaries of their quantization. The result is
+bitwise equal to quantizing the whole weight at once.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from .composed import parts
 from .weights import computes_in, quantize, scheme_of
 
 _ALIGNED_ROWS = 64
-"""The layouts for int4 keep so many rows together."""
+"""The number of rows that int4's layouts interleave: only whole groups can be filled."""
 _WORKING_ELEMENTS = 2**20
-"""Rows are taken until they have so many numbers; quantizing takes some 20 bytes for each."""
-# By part: the dimension along which its rows lie.
+"""About the number of elements to quantize at once; temporaries take some 20 bytes for each."""
+# The dimension of the weight's rows in each part of a quantized weight.
 _ROW_DIMENSION = {
     "qdata": 0, "scale": 0, "zero_point": 0, "packed": 0, "absmax": 0, "scale_and_zero": 1,
 }  # fmt: skip
 
 
 def takes_rows(target: Tensor, start: int, stop: int) -> bool:
-    """Return True if the rows from `start` to `stop` can be filled by themselves."""
+    """Return True if the rows `start` to `stop` can be filled separately from other rows."""
     if scheme_of(target) != "int4":
         return True
     return start % _ALIGNED_ROWS == 0 and (stop % _ALIGNED_ROWS == 0 or stop == target.shape[0])
 
 
 def fill_rows(target: Tensor, start: int, source: Tensor) -> None:
-    """Quantize rows, and write them into a quantized weight."""
+    """Quantize rows of the original weight into a quantized weight, from row `start` on."""
     assert takes_rows(target, start, start + len(source))
     step = max(_WORKING_ELEMENTS // source.shape[1] // _ALIGNED_ROWS, 1) * _ALIGNED_ROWS
     for first in range(0, len(source), step):
@@ -41,33 +41,35 @@ def fill_rows(target: Tensor, start: int, source: Tensor) -> None:
 
 
 def _fill(target: Tensor, start: int, source: Tensor) -> None:
-    """Quantize rows at once, or in two halves where memory is short."""
-    if not _does_fill(target, start, source):
+    """Quantize rows at once; if memory is short, in two halves, recursively."""
+    if not _try_fill(target, start, source):
         half = len(source) // 2 // _ALIGNED_ROWS * _ALIGNED_ROWS
         _fill(target, start, source[:half])
         _fill(target, start + half, source[half:])
 
 
-def _does_fill(target: Tensor, start: int, source: Tensor) -> bool:
+def _try_fill(target: Tensor, start: int, source: Tensor) -> bool:
+    """Quantize rows at once; return False if memory is short and the rows can be halved."""
     try:
         taken = source.to(device=target.device, dtype=computes_in(target))
         _write(target, start, quantize(taken, scheme_of(target)))
     except torch.OutOfMemoryError as error:
         if len(source) < 2 * _ALIGNED_ROWS:
             raise
-        # The frames of the error hold temporaries.
+        # The frames of the traceback hold temporaries: free them.
         traceback.clear_frames(error.__traceback__)
         return False
     return True
 
 
 def _write(target: Tensor, start: int, rows: Tensor) -> None:
+    """Copy the parts of quantized rows into the parts of a weight, from row `start` on."""
     total, count = target.shape[0], rows.shape[0]
     sources = parts(rows)
     for name, part in parts(target).items():
         dim = _ROW_DIMENSION[name]
-        # A dimension has several rows in one index, or several indices for one row. Rows 128:192
-        # of 4,096 rows and 1,024 columns are the indices 16:24 of int4's packed tensor, with
-        # 8 rows in each of 512, and 65536:98304 of nf4's, with 512 bytes for each row.
+        # An index of the dimension has several rows, or a row has several indices. In a weight of
+        # 4,096 rows and 1,024 columns, rows 128:192 are the indices 16:24 of int4's packed tensor
+        # (512 indices of 8 rows), and 65536:98304 of nf4's (512 bytes for each row).
         place = part.narrow(dim, start * part.shape[dim] // total, count * part.shape[dim] // total)
         place.copy_(sources[name])

@@ -1,16 +1,19 @@
-"""Weights in fewer bits, as torchao and bitsandbytes make and multiply them.
+"""Quantized weights of torchao (int8, int4) and bitsandbytes (nf4).
 
-int8: one scale for each row. A product takes a copy of the weight in the activations' type.
-int4: one scale and one zero point for each group of a row. On GPUs the weight is laid out for
-PyTorch's kernel for tensor cores, which takes no copy, computes in bfloat16, and wants rows of a
-multiple of 1024 numbers: shorter ones are padded. The processor's kernel has a layout of its own.
-Virtual GPUs have CUDA's. nf4 (Dettmers et al., "QLoRA", 2023): two numbers to a byte, and one scale
-in float32 for each block of 64. For one token the kernel reads the weight packed; for more tokens
-the weight is unpacked for the time of the product. bitsandbytes decides between the two by the
-card; here all cards do the same, so that the memory of a product is known.
+int8: one scale for each row. A product allocates a copy of the weight in the activations' dtype.
 
-Both packages are optional: they are imported when a weight is quantized. Some of the functions used
-are no public interface: `require` tries them before anything is quantized.
+int4: one scale and one zero point for each group of a row. On GPUs the weight has the layout of
+PyTorch's tensor-core kernel, which needs no copy, computes in bfloat16, and requires rows of a
+multiple of 1024 elements; shorter rows are padded. The CPU kernel has another layout. Virtual GPUs
+use the layout of CUDA.
+
+nf4 (Dettmers et al., "QLoRA", 2023): two elements in a byte, and one float32 scale for each block
+of 64. For one token the kernel reads the packed weight; for more tokens the weight is unpacked for
+the duration of the product. bitsandbytes decides between the two by the GPU model; here all GPUs do
+the same, so that the memory of a product is known.
+
+Both packages are optional, and imported when a weight is quantized. Some of their functions used
+here aren't public; `require` tries them before anything is quantized.
 """
 
 from __future__ import annotations
@@ -32,22 +35,22 @@ from .composed import Composed, empty_on
 Scheme = Literal["int8", "int4", "nf4"]
 
 BLOCK = 64
-"""Numbers of a row of nf4 that share a scale."""
+"""Number of elements of a row that share a scale in nf4."""
 GROUPS = (128, 64, 32)
-"""Sizes of int4's groups: the first that divides a row is used."""
+"""Sizes of int4's groups; the first size that divides a row is used."""
 ROWS = 16
-"""The processor's kernel for int4 takes a multiple of so many rows."""
-_COLUMNS = 1024  # the tensor cores' kernel for int4 takes a multiple of so many
-_TILES = 8  # of the tensor cores' layout; torchao has no other number
+"""The CPU kernel for int4 requires a multiple of this number of rows."""
+_COLUMNS = 1024  # the tensor-core kernel for int4 requires a multiple of this number of columns
+_TILES = 8  # `inner_k_tiles` of the tensor-core layout; torchao uses no other value
 _TILED, _OPAQUE = "Int4TilePackedTo4dTensor", "Int4OpaqueTensor"
 _SCHEMES: dict[str, Scheme] = {"Int8Tensor": "int8", "Nf4Weight": "nf4"}
 _SCHEMES |= {_TILED: "int4", _OPAQUE: "int4"}
-_MADE_FROM = "_duoka_made_from"
+_DTYPE_ATTRIBUTE = "_duoka_made_from"
 _TESTED = {"torch": "2.11 and 2.13", "torchao": "0.18", "bitsandbytes": "0.50"}
 
 
 def quantize(weight: Tensor, scheme: Scheme) -> Tensor:
-    """Quantize a weight on its device."""
+    """Quantize a weight on its device, in the layout of the device's kernels."""
     if scheme == "int8":
         from torchao.quantization import Int8Tensor, PerRow
 
@@ -56,17 +59,17 @@ def quantize(weight: Tensor, scheme: Scheme) -> Tensor:
     if scheme == "nf4":
         return Nf4Weight.of(weight)
     if weight.device.type != "cpu":
-        return _tiled(weight)
+        return _quantize_tiled(weight)
     from torchao.prototype.quantization.int4 import Int4OpaqueTensor
 
     opaque: Tensor = Int4OpaqueTensor.from_hp(weight, [1, group_of(weight.shape[1])])
     return opaque
 
 
-def _tiled(weight: Tensor) -> Tensor:
-    """Quantize a weight to int4, in the layout of tensor cores.
+def _quantize_tiled(weight: Tensor) -> Tensor:
+    """Quantize a weight to int4 in the tensor-core layout.
 
-    torchao's own constructor does the same, and requires a CUDA device.
+    torchao's own constructor does the same, but requires a CUDA device.
     """
     from torchao.quantization import Int4TilePackedTo4dTensor
     from torchao.quantization.utils import groupwise_affine_quantize_tensor
@@ -82,7 +85,7 @@ def _tiled(weight: Tensor) -> Tensor:
 
 
 def empty_weight(tensor: Tensor, device: torch.device) -> Tensor:
-    """Allocate a quantized weight like another on a device, in the layout of its kernels."""
+    """Allocate a quantized weight like `tensor` on a device, in the layout of the device."""
     if type(tensor).__name__ != _TILED or device.type != "cpu":
         return empty_on(tensor, device)
     from torchao.prototype.quantization.int4 import Int4OpaqueTensor
@@ -113,18 +116,18 @@ def scheme_of(tensor: Tensor) -> Scheme:
 
 
 def computes_in(tensor: Tensor) -> torch.dtype:
-    """Return the type from which a weight was quantized; some layouts have another type."""
-    dtype: torch.dtype = getattr(tensor, _MADE_FROM, tensor.dtype)
+    """Return the dtype from which a weight was quantized; its own dtype may differ (int4)."""
+    dtype: torch.dtype = getattr(tensor, _DTYPE_ATTRIBUTE, tensor.dtype)
     return dtype
 
 
 def let_compute_in(tensor: Tensor, dtype: torch.dtype) -> None:
-    """Note the type from which a weight was quantized; copies keep the note."""
-    setattr(tensor, _MADE_FROM, dtype)
+    """Record the dtype from which a weight was quantized, as an attribute of the tensor."""
+    setattr(tensor, _DTYPE_ATTRIBUTE, dtype)
 
 
 def group_of(columns: int) -> int:
-    """Return the size of int4's groups in rows of so many numbers."""
+    """Return the size of int4's groups for rows of `columns` elements."""
     return next(group for group in GROUPS if columns % group == 0)
 
 
@@ -136,25 +139,26 @@ class Nf4Weight(Composed):
 
     @staticmethod
     def of(weight: Tensor) -> Composed:
-        """Quantize a weight [rows, columns]; the columns are a multiple of `BLOCK`."""
+        """Quantize a weight [rows, columns], with `columns` a multiple of `BLOCK`."""
         import_module("bitsandbytes")  # registers its operators with torch
         operators = torch.ops.bitsandbytes
         packed, absmax = operators.quantize_4bit(weight.contiguous(), BLOCK, "nf4", torch.uint8)
         return Nf4Weight({"packed": packed, "absmax": absmax}, weight.shape, weight.dtype)
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
-        """Unpack the weight."""
+        """Return the dequantized weight [rows, columns]."""
         dequantize = torch.ops.bitsandbytes.dequantize_4bit
         weight: Tensor = dequantize(self.packed, self.absmax, BLOCK, "nf4", list(self.shape), dtype)
         return weight
 
     @classmethod
     def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Multiply by the kernel for a single token, or unpack."""
+        """Compute `F.linear` with the packed weight for a single token, otherwise unpacked."""
         return _linear(*args, **kwargs)
 
 
 def _linear(inputs: Tensor, weight: Nf4Weight, bias: Tensor | None = None) -> Tensor:
+    """Compute `F.linear`; for a single row of inputs by the kernel that reads the packed weight."""
     if inputs.numel() > inputs.shape[-1]:
         return F.linear(inputs, weight.unpacked(inputs.dtype), bias)
     product: Tensor = torch.ops.bitsandbytes.gemm_4bit(
@@ -164,7 +168,7 @@ def _linear(inputs: Tensor, weight: Nf4Weight, bias: Tensor | None = None) -> Te
 
 
 def require(scheme: Scheme) -> None:
-    """Refuse to quantize where the package is missing or too different."""
+    """Raise UsageError if the scheme's package is missing, or its functions have changed."""
     package, extra = ("bitsandbytes", "bnb") if scheme == "nf4" else ("torchao", "quantize")
     if find_spec(package) is None:
         raise UsageError(

@@ -1,6 +1,6 @@
-"""The form of a model's answers: its calls of tools, and the tags around its reasoning.
+"""The form of a model's answers: its tool calls, and the tags around its reasoning.
 
-Both are found in the chat template and the special tokens of the model.
+Both are recognized by the chat template and the special tokens of the model.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .messages import TOOL_NAME, Tool, tool_function
 
 _MOST_TOOLS = 128
 _TAGS = (Tags("<think>", "</think>"), Tags("[THINK]", "[/THINK]"))
-_NUM_LAST = 8  # tokens of a prompt in which reasoning may begin
-# A text of the template, and the form of calls that it tells; the first match counts.
+_NUM_LAST = 8  # number of last tokens of a prompt that are searched for the begin of reasoning
+# A text in the template, and the form of calls that it indicates; the first match counts.
 _FORMS: tuple[tuple[str, CallForm], ...] = (
     ("<arg_key>", PairForm()),
     ("<function=", ParameterForm()),
@@ -37,8 +37,8 @@ _FORMS: tuple[tuple[str, CallForm], ...] = (
 class AnswerFormat:
     """The form of a model's answers.
 
-    `form` is None for models without a known form of calls, `reasoning` for models without
-    reasoning.
+    `form` is None if the model has no known form of tool calls, and `reasoning` is None if it has
+    no known tags of reasoning.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -47,10 +47,10 @@ class AnswerFormat:
 
     @classmethod
     def of_template(cls, tokenizer: PreTrainedTokenizerBase) -> AnswerFormat:
-        """Find the form by the template for tools and the added tokens."""
+        """Recognize the form by the tokenizer's template for tools, and by its added tokens."""
         try:
             template = tokenizer.get_chat_template(tools=[{}])
-        except ValueError:  # it has none
+        except ValueError:  # the tokenizer has no template
             return cls(tokenizer, None, None)
         added = tokenizer.get_added_vocab()
         form = next((form for mark, form in _FORMS if mark in template), None)
@@ -63,7 +63,7 @@ class AnswerFormat:
 
     @property
     def kept_ids(self) -> tuple[int, ...]:
-        """The special tokens that mark parts, and so stay in the text of an answer."""
+        """The ids of special tokens around calls and reasoning, to keep when decoding answers."""
         special = {
             token.content: number
             for number, token in self.tokenizer.added_tokens_decoder.items()
@@ -84,13 +84,13 @@ class AnswerFormat:
         Parameters
         ----------
         tools : sequence of Tool, optional
-            Those that may be called; without any, nothing is read as a call.
+            Tools that may be called; without tools nothing is parsed as a call.
         prompt : sequence of int
-            Its last tokens say whether the answer begins within reasoning.
+            The prompt's ids; they tell if the answer begins within reasoning.
         forced : ForcedCall, optional
-            The call that the prompt begins, so that the answer has no content.
+            The call that the prompt has begun; the answer then has no content.
         is_parallel : bool
-            Whether more than the first call is returned.
+            Return all calls, not only the first one.
         """
         form = self.form
         if forced is not None and form is None:
@@ -117,9 +117,10 @@ class AnswerFormat:
     def forced_call(
         self, tools: Sequence[Tool], prompt: Sequence[int] = (), *, parallel: bool = True
     ) -> ForcedCall:
-        """Force the answer to a prompt to be a call of some tools.
+        """Return prompt tokens and a grammar that force the answer to be a call of a given tool.
 
-        UsageError if the model's form of calls can't be written as a grammar.
+        With `parallel` the answer may have several calls, if the model's form allows them. Raises
+        UsageError if no grammar can express the form.
         """
         tool_schemas(tools)
         before = ""
@@ -129,6 +130,7 @@ class AnswerFormat:
         return force_call(self.form, tools, self.tokenizer, before=before, parallel=parallel)
 
     def _marks(self) -> Iterator[str]:
+        """Yield all texts around calls and reasoning."""
         yield from self.reasoning or ()
         if self.form is not None:
             yield from (*self.form.markers, *self.form.inner_marks)
@@ -136,7 +138,7 @@ class AnswerFormat:
 
 
 def tool_schemas(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
-    """Return the parameters of each tool by its name; UsageError for an unusable name."""
+    """Return the parameters of each tool by name; raise UsageError for invalid tools."""
     if len(tools) > _MOST_TOOLS:
         raise UsageError(f"there are {len(tools)} tools; at most {_MOST_TOOLS} are supported")
     schemas: dict[str, Mapping[str, Any]] = {}

@@ -1,9 +1,9 @@
-r"""Read the text of an answer into its parts, during generation.
+r"""Parse the text of an answer into content, reasoning and tool calls during generation.
 
-The reader is a generator that receives one character at a time, so the result doesn't depend on how
-the text was cut. Characters that may begin a marker wait until that is decided; text that began
-like a call and is none becomes content. No text is read twice, so the work is linear in its length.
-How a family writes its calls is in `call_forms`.
+The parser is a generator that receives one character at a time, so the result doesn't depend on how
+the text is cut into chunks. Characters that may begin a marker are held back until that is decided.
+Text that begins like a call but is none becomes content. The work is linear in the length of the
+text. `call_forms` has the forms of calls of each family.
 
     feed("Sure. <tool")                          [content "Sure."]
     feed('_call>{"name": "g')                    []
@@ -36,18 +36,18 @@ class Tags(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CallForm(ABC):
-    """The form of a family's calls of tools.
+    """The form of tool calls of a family of models.
 
     Parameters
     ----------
     markers : tuple of str
-        The texts that begin calls at any place.
+        Texts that begin calls anywhere in an answer.
     inner_marks : tuple of str
-        Other texts of calls, as far as they may be special tokens.
+        Other texts of calls that may be special tokens.
     turn : str
-        The text between messages of one answer; empty for none.
+        The text between the messages of one answer; empty if an answer is one message.
     is_at_start : bool
-        Whether a message can be a call from its first character on.
+        True if a message can be a call from its first character on, without a marker.
     """
 
     markers: tuple[str, ...] = ()
@@ -57,20 +57,20 @@ class CallForm(ABC):
 
     @abstractmethod
     def read(self, calls: CallReader, marker: str) -> Script:
-        """Read calls after a marker, or from the start of a message if the marker is empty.
+        """Parse calls after a marker, or from the start of a message if the marker is empty.
 
-        NoCall ends the script where the text is not a call; characters that belong to no part yet
-        become content.
+        Raises NoCall where the text turns out not to be a call; characters that aren't in a part
+        yet then become content.
         """
 
 
 class CallReader(CharacterReader):
-    """The characters of calls, and the parts made of them.
+    """Passes characters to the parsers of calls, and collects the resulting parts.
 
     Parameters
     ----------
     schemas : mapping
-        The parameters of each tool that may be called, by its name.
+        JSON schemas of the parameters of each tool that may be called, by the tool's name.
     """
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
@@ -80,14 +80,14 @@ class CallReader(CharacterReader):
         self.num_calls = 0
         self.is_open = False
         self._arguments: list[str] = []
-        # Parts since the last `_pop_parts`; neighbours of one kind and call are one entry, whose
-        # texts are joined once, so that a long part costs no more per character.
+        # Parts since the last `_pop_parts`: kind, index of the call, texts. Consecutive texts of
+        # one kind and call are one entry, and joined only once, in linear time.
         self._parts: list[tuple[PartKind, int, list[str]]] = []
 
     # ── for forms ──
 
     def start(self, name: str) -> None:
-        """Add the start of a call; NoCall if there is no tool of the name."""
+        """Start a call; NoCall if there is no tool of the name, or there are too many calls."""
         if name not in self.schemas or self.num_started_calls == MOST_CALLS:
             self.stop()
         self.is_open, self._arguments = True, []
@@ -95,7 +95,7 @@ class CallReader(CharacterReader):
         self.add("tool_name", name)
 
     def add_arguments(self, text: str) -> None:
-        """Add more of the arguments."""
+        """Add text to the arguments of the call."""
         self._arguments.append(text)
         self.add("tool_arguments", text)
 
@@ -108,7 +108,7 @@ class CallReader(CharacterReader):
         self.num_calls += 1
 
     def add_call(self, name: str, arguments: str) -> None:
-        """Add a whole call."""
+        """Add a complete call."""
         self.start(name)
         self.add_arguments(arguments)
         self.end()
@@ -116,7 +116,7 @@ class CallReader(CharacterReader):
     # ── for the reader of the answer ──
 
     def add(self, kind: PartKind, text: str) -> None:
-        """Add a part, or more of the last one."""
+        """Add text to the last part if kind and call are the same, otherwise start a new part."""
         call = self.num_started_calls - 1 if kind.startswith("tool") else 0
         if kind == "tool_name" or not self._parts or self._parts[-1][:2] != (kind, call):
             self._parts.append((kind, call, []))
@@ -124,9 +124,9 @@ class CallReader(CharacterReader):
         self._taken.clear()
 
     def attempt(self, script: Script, marker: str) -> Characters:
-        """Follow a script; return its text if that is no call, but content."""
-        # `_taken` holds the characters that no part has yet. `add` clears it: arguments that were
-        # already returned stay returned, and only what follows them becomes content.
+        """Run the script of a call form; return "", or the remaining text after NoCall."""
+        # `_taken` has the characters that aren't in a part yet. `add` clears it: arguments that
+        # were returned can't be taken back, and only the text after them becomes content.
         self._taken, self._size = [marker], 0
         try:
             yield from script
@@ -144,22 +144,22 @@ class CallReader(CharacterReader):
 
 
 class AnswerReader(CallReader):
-    """Reads one answer; see `AnswerFormat.reader`.
+    """Parses an answer; see `AnswerFormat.reader`.
 
     Parameters
     ----------
     form : CallForm, optional
     schemas : mapping
-        The parameters of each tool that may be called; without any, nothing is read as a call.
+        The parameters of each tool that may be called; if empty, nothing is parsed as a call.
     reasoning : Tags, optional
     is_reasoning : bool
-        Whether the answer begins within reasoning.
+        True if the answer begins within reasoning.
     is_forced : bool
-        Whether the answer can be nothing but calls; it has no content then.
+        True if the answer can only be calls; content is dropped then.
     is_parallel : bool
-        Whether more than the first call is returned.
+        Return all calls, not only the first one.
     keeps_space : bool
-        Whether white space at both ends is content, too.
+        Keep white space at both ends of content and reasoning.
     """
 
     def __init__(
@@ -188,10 +188,10 @@ class AnswerReader(CallReader):
         next(self._script)
 
     def feed(self, text: str) -> list[AnswerPart]:
-        """Take more of the text; return the new parts."""
+        """Parse the next text of the answer; return the new parts."""
         position = 0
         while position < len(text):
-            # Where no marker can have begun, all that comes before the next one is added at once.
+            # If no marker has begun, all text up to a marker's first character is added at once.
             if self._add_plain is not None:
                 match = self._first_characters.search(text, position)
                 end = match.start() if match else len(text)
@@ -203,7 +203,10 @@ class AnswerReader(CallReader):
         return self._pop_parts()
 
     def finish(self, *, is_cut: bool = False) -> list[AnswerPart]:
-        """End the text; return the remaining parts. A call cut by a limit leaves no content."""
+        """End the answer; return the remaining parts.
+
+        If the answer `is_cut` by a token limit, the text of an unfinished call is dropped.
+        """
         self._is_cut = is_cut
         if not self.has_ended:
             self.has_ended = True
@@ -216,7 +219,7 @@ class AnswerReader(CallReader):
         return self._pop_parts()
 
     def _pop_parts(self) -> list[AnswerPart]:
-        """Return the new parts."""
+        """Return the parts since the last call of this method, and forget them."""
         parts = [
             AnswerPart(kind, "".join(texts), call)
             for kind, call, texts in self._parts
@@ -225,16 +228,16 @@ class AnswerReader(CallReader):
         self._parts.clear()
         return parts
 
-    # The states, with the texts that lead from one to another:
+    # The states, and the texts that lead from one state to another:
     #
-    #   reasoning ── end tag ──▶ start of a message ── a form without marker, tried ──▶ content
-    #   content ── marker ──▶ call, tried ──▶ content
+    #   reasoning ── end tag ──▶ start of a message ── a call without marker? ──▶ content
+    #   content ── marker ──▶ a call? ──▶ content
     #   content ── turn ──▶ start of a message
     #   content without text so far ── begin tag ──▶ reasoning
     #
-    # "Tried": if the text turns out to be no call, it becomes content.
+    # "A call?": if the text turns out not to be a call, it becomes content.
     def _read(self) -> Script:
-        """Read an answer: perhaps reasoning, then messages and calls."""
+        """Parse an answer: optional reasoning, then content and calls."""
         if self._is_reasoning:
             yield from self._reason()
         is_start = True
@@ -242,45 +245,47 @@ class AnswerReader(CallReader):
             if is_start and self._form is not None and self._form.is_at_start:
                 yield from self._attempt("")
             is_start = False
-            marker = yield from self._scan(self._markers, self._say)
+            marker = yield from self._scan(self._markers, self._emit)
             if not marker:
                 return
             if self._reasoning is not None and marker == self._reasoning.begin:
                 is_start = not self._has_text
                 if self._has_text:
-                    self._say(marker)
+                    self._emit(marker)
                 else:
                     yield from self._reason()
             elif marker == self._turn:
                 is_start = True
-                self._say(" ")
+                self._emit(" ")
             else:
                 yield from self._attempt(marker)
 
     @property
     def _markers(self) -> tuple[str, ...]:
+        """The texts at which content may end: begin of reasoning, turn, markers of calls."""
         reasoning = (self._reasoning.begin,) if self._reasoning else ()
         turn = (self._turn,) if self._turn else ()
         return (*reasoning, *turn, *(self._form.markers if self._form else ()))
 
     def _attempt(self, marker: str) -> Script:
+        """Parse a call after a marker; text without a call becomes content, unless cut."""
         assert self._form is not None, "markers are a form's"
         script, num_started = self._form.read(self, marker), self.num_started_calls
         text = yield from self.attempt(script, marker)
         if self._is_cut and (marker or self.num_started_calls > num_started):
             self._again.clear()
         else:
-            self._say(text)
+            self._emit(text)
 
-    def _scan(self, markers: tuple[str, ...], say: Callable[[str], None]) -> Characters:
-        """Say the text before the next marker, and return the marker; "" at the end."""
-        # `text` is a proper prefix of a marker, and waits; with "<tool_call>" and "<think>":
-        #     "a"  said at once      "<t"  waits for "o" or "h"
-        #     "<tx"  "<" is said, since no marker goes on so; then "t", then "x"
+    def _scan(self, markers: tuple[str, ...], emit: Callable[[str], None]) -> Characters:
+        """Pass text up to the next marker to `emit`; return the marker, or "" at the end."""
+        # `text` is a proper prefix of a marker, and held back; with "<tool_call>" and "<think>":
+        #     "a"    is passed on at once        "<t"  is held back until "o" or "h" follows
+        #     "<tx"  begins no marker, so "<" is passed on; then "t", then "x"
         text = ""
         self._first_characters = _match_first(markers)
         while True:
-            self._add_plain = None if text or self._again else say
+            self._add_plain = None if text or self._again else emit
             char = yield from self.take()
             self._add_plain = None
             self.forget()
@@ -288,30 +293,31 @@ class AnswerReader(CallReader):
                 break
             text += char
             while text and not any(marker.startswith(text) for marker in markers):
-                say(text[0])
+                emit(text[0])
                 text = text[1:]
             if text in markers:
                 return text
-        say(text)
+        emit(text)
         return ""
 
     def _reason(self) -> Script:
+        """Parse reasoning up to its end tag."""
         assert self._reasoning is not None, "without tags nothing is read as reasoning"
         self._has_text, self._space = False, []
-        yield from self._scan((self._reasoning.end,), lambda text: self._say(text, "reasoning"))
+        yield from self._scan((self._reasoning.end,), lambda text: self._emit(text, "reasoning"))
         self._has_text, self._space = False, []
 
-    def _say(self, text: str, kind: PartKind = "content") -> None:
-        """Add a text, without the white space at both ends of content and of reasoning."""
+    def _emit(self, text: str, kind: PartKind = "content") -> None:
+        """Add text, without white space at both ends of the whole content or reasoning."""
         if self._keeps_space:
             if text:
                 self.add(kind, text)
             return
-        # White space waits in `_space` until text follows it; at the end it is dropped. The texts
-        # "\n Sure.", " I" and " \n" give the parts "Sure." and " I".
+        # White space is held back in `_space` until text follows; at the end it is dropped. The
+        # texts "\n Sure.", " I" and " \n" give the parts "Sure." and " I".
         solid = text.rstrip() if self._has_text else text.strip()
         if self._is_forced and kind == "content":
-            return  # calls, and the marks around them
+            return  # text around calls
         if solid:
             self.add(kind, "".join(self._space) + solid)
             self._space, self._has_text = [], True
@@ -321,7 +327,7 @@ class AnswerReader(CallReader):
 
 
 def _match_first(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern of the first characters of markers."""
+    """Return a pattern for the first character of any marker."""
     return re.compile("|".join(re.escape(marker[0]) for marker in markers) or "(?!)")
 
 

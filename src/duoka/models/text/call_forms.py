@@ -1,7 +1,7 @@
-"""The forms of calls of tools, by family of models.
+"""Parsers for the forms of tool calls, by family of models.
 
-A form reads calls with a script of `CallReader`; see `answer_reader`. The grammars of forced calls
-are in `call_grammars`.
+A form parses calls with a script (a generator) on a `CallReader`; see `answer_reader`. The grammars
+of forced calls are in `call_grammars`.
 
     TaggedForm     <tool_call>{"name": "get", "arguments": {"a": 1}}</tool_call>
     ObjectForm     {"name": "get", "parameters": {"a": 1}}
@@ -29,9 +29,9 @@ _FENCE = "```"
 
 
 def _read_object(calls: CallReader) -> Script:
-    """Read an object with a name and arguments, after its opening brace."""
-    # Keys may come in any order. If the name is known when the arguments begin, they are added
-    # while they are read; otherwise both are kept until the other has come.
+    """Parse a JSON object with a tool's name and arguments, after its opening brace."""
+    # Keys may come in any order. If the name comes first, arguments are streamed while they are
+    # read. If the arguments come first, the call is added when the name has been read.
     name, arguments, keys = "", "", set[str]()
     char = yield from calls.after_space()
     while char != "}":
@@ -62,7 +62,10 @@ def _read_object(calls: CallReader) -> Script:
 
 
 def _read_key(calls: CallReader, char: str, keys: set[str]) -> Characters:
-    """Take a key from its first character on, and the colon after the key."""
+    """Parse a key, whose first character is `char`, and the colon after it; return the key.
+
+    "parameters" is returned as "arguments". NoCall for an unknown or repeated key.
+    """
     if char != '"':
         calls.stop(char)
     key = str(json.loads((yield from calls.json_value(char))))
@@ -75,7 +78,7 @@ def _read_key(calls: CallReader, char: str, keys: set[str]) -> Characters:
 
 
 def _read_name(calls: CallReader, char: str) -> Characters:
-    """Take a name from its first character on, and give the next one back."""
+    """Parse a tool's name, whose first character is `char`; give back the character after it."""
     name = ""
     while char and char in _NAMES and len(name) < _MOST_NAME:
         name += char
@@ -85,7 +88,7 @@ def _read_name(calls: CallReader, char: str) -> Characters:
 
 
 def _read_arguments(calls: CallReader, name: str) -> Script:
-    """Read the arguments of a call as an object, after white space."""
+    """Parse the arguments of a call, a JSON object after white space, and end the call."""
     char = yield from calls.expect("{")
     calls.start(name)
     yield from calls.json_value(char, calls.add_arguments)
@@ -93,7 +96,7 @@ def _read_arguments(calls: CallReader, name: str) -> Script:
 
 
 def _read_optional(calls: CallReader, text: str) -> Script:
-    """Read a text, unless the answer ends here: a grammar may leave the text out."""
+    """Parse a fixed text, or the end of the answer: grammars of forced calls may omit the text."""
     char = yield from calls.after_space()
     if char:
         calls.give_back(char)
@@ -102,7 +105,7 @@ def _read_optional(calls: CallReader, text: str) -> Script:
 
 @dataclass(frozen=True)
 class TaggedForm(CallForm):
-    """The form of Hermes and Qwen: an object between tags, for each call."""
+    """The form of Hermes and Qwen: each call is a JSON object between tags."""
 
     markers: tuple[str, ...] = ("<tool_call>",)
     inner_marks: tuple[str, ...] = ("</tool_call>",)
@@ -116,10 +119,10 @@ class TaggedForm(CallForm):
 
 @dataclass(frozen=True)
 class ObjectForm(CallForm):
-    """The form of Llama 3, and of models without a form: the whole answer is an object.
+    """The form of Llama 3, and of forced calls of models without a form: the answer is an object.
 
-    Llama writes a token before it where the prompt named a Python interpreter, and semicolons
-    between several objects.
+    Llama writes a token before the object if the prompt mentions a Python interpreter, and
+    semicolons between several objects.
     """
 
     markers: tuple[str, ...] = ("<|python_tag|>",)
@@ -141,9 +144,9 @@ class ObjectForm(CallForm):
 
 @dataclass(frozen=True)
 class MistralForm(CallForm):
-    """The form of Mistral: a token and a list of objects; later a name and arguments per token.
+    """The form of Mistral: a token and a list of objects, or for each call a token and a name.
 
-    Source: the chat templates of Mistral 7B v0.3 and Mistral Small 3.2.
+    Source: the chat templates of Mistral 7B v0.3 (lists), and of Mistral Small 3.2 (names).
     """
 
     markers: tuple[str, ...] = ("[TOOL_CALLS]",)
@@ -165,6 +168,7 @@ class MistralForm(CallForm):
             calls.stop(char)
 
     def _read_named(self, calls: CallReader, char: str) -> Script:
+        """Parse a name, an optional call id and the arguments, after [TOOL_CALLS]."""
         name = yield from _read_name(calls, char)
         char = yield from calls.take()
         if char == "[":
@@ -182,9 +186,9 @@ class MistralForm(CallForm):
 
 @dataclass(frozen=True, kw_only=True)
 class LineForm(CallForm):
-    """The form of ChatGLM: a name in the first line of a message, and arguments below it.
+    """The form of ChatGLM: the name in the first line of a message, and the arguments below.
 
-    ChatGLM3 writes a line of Python, GLM-4 JSON.
+    ChatGLM3 writes arguments as a call in Python, GLM-4 as JSON.
     """
 
     arguments: Literal["python", "json"] = field(kw_only=False)
@@ -193,7 +197,7 @@ class LineForm(CallForm):
 
     def read(self, calls: CallReader, marker: str) -> Script:
         """See `CallForm.read`."""
-        # Any text can begin like a name: it is one as long as some tool's name begins so.
+        # Any text can begin like a name. It is read as long as the name of a tool begins with it.
         char = yield from calls.after_space()
         name = ""
         while char != "\n":
@@ -212,7 +216,7 @@ class LineForm(CallForm):
             yield from _read_arguments(calls, name)
 
     def _read_python(self, calls: CallReader, name: str) -> Script:
-        """Read a fenced call up to the next message; fences within its texts don't end the call."""
+        """Parse a fenced call up to the end of the message; fences in strings don't count."""
         message = yield from calls.expect(_FENCE)
         while not message.endswith(self.turn) and (char := (yield from calls.take())):
             message += char
@@ -226,7 +230,7 @@ class LineForm(CallForm):
 
 @dataclass(frozen=True)
 class PairForm(CallForm):
-    """The form of GLM-4.5: a name, then the name and the value of each argument between tags."""
+    """The form of GLM-4.5: the tool's name, then the key and value of each argument in tags."""
 
     markers: tuple[str, ...] = ("<tool_call>",)
     inner_marks: tuple[str, ...] = (
@@ -264,7 +268,7 @@ class ParameterForm(CallForm):
 
 
 class _Arguments:
-    """The arguments of a call, written one by one with texts unquoted."""
+    """Collects the arguments of a call, written as separate keys and values with unquoted texts."""
 
     def __init__(self, calls: CallReader, name: str) -> None:
         if name not in calls.schemas:
@@ -275,7 +279,7 @@ class _Arguments:
         self._keys: set[str] = set()
 
     def add(self, key: str, written: str) -> None:
-        """Add an argument; NoCall if the key was there before."""
+        """Add an argument, starting the call with the first argument; NoCall for a repeated key."""
         if key in self._keys:
             self._calls.stop()
         if not self._keys:
@@ -293,7 +297,7 @@ class _Arguments:
             self._calls.end()
 
     def _to_json(self, key: str, written: str) -> str:
-        """Write a value as JSON: as a text by its schema, or if the value is no JSON."""
+        """Convert a written value to JSON: to a string by the schema, or if not JSON already."""
         schema = self._properties.get(key)
         kind = schema.get("type") if isinstance(schema, dict) else None
         kinds = kind if isinstance(kind, list) else [kind]

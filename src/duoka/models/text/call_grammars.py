@@ -1,6 +1,7 @@
-"""Grammars of forced calls, in llguidance's variant of Lark.
+"""Grammars for forced tool calls, in llguidance's variant of Lark.
 
-A special token is no text, and fits no grammar: the beginning of a call goes into the prompt.
+Grammars can't match special tokens. So if a call begins with a special token, the beginning of the
+call is put into the prompt.
 """
 
 from __future__ import annotations
@@ -19,23 +20,24 @@ from .call_forms import LineForm, MistralForm, ObjectForm, TaggedForm
 from .messages import Tool, tool_function
 
 JSON_OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,20}"}
-"""How llguidance matches JSON: between two tokens of it a space, or a new line and an indent. By
-its own default a model can write white space without end."""
+"""Options of llguidance for JSON: between two JSON tokens a model may write a space, or a newline
+and an indent. By default a model could write white space without end."""
 _HINT = "use tool_choice auto"
 
 
 @dataclass(frozen=True, slots=True)
 class ForcedCall:
-    """A call that an answer is forced to be.
+    """A tool call that the model is forced to write.
 
     Parameters
     ----------
     prompt_ids : tuple of int
-        Tokens after the prompt.
+        Tokens to append to the prompt: the end of reasoning, if it has begun, and the beginning of
+        the call.
     text : str
-        Their part that belongs to the call, for its reader.
+        The beginning of the call within them, which the answer's reader must be fed.
     grammar : str
-        The grammar of the rest, in Lark's form.
+        The grammar of the answer, in Lark's form.
     """
 
     prompt_ids: tuple[int, ...]
@@ -44,8 +46,13 @@ class ForcedCall:
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
-    """The texts around a call, and its beginning in the prompt; `mark` stands between calls."""
+class _CallTexts:
+    """The texts of a form of calls, to build a grammar from.
+
+    `prompt` is the beginning of a call in the prompt; `write` returns the grammar of a call from a
+    tool's name and the grammar of its arguments. `before`, `mark` and `after` are the texts before,
+    between and after calls; without `mark` there is one call.
+    """
 
     prompt: str
     write: Callable[[str, str], str]
@@ -62,14 +69,19 @@ def force_call(
     before: str,
     parallel: bool,
 ) -> ForcedCall:
-    """See `AnswerFormat.forced_call`; `before` ends the reasoning that the prompt has begun."""
+    """Build a forced call; see `AnswerFormat.forced_call`.
+
+    `before` is the text that ends reasoning if the prompt has begun reasoning, otherwise empty.
+    """
     functions = [tool_function(tool) for tool in tools]
     if not functions:
         raise UsageError("tool_choice requires a call, but tools is empty", hint="add a tool")
+    # The grammar of two tools in Mistral's form, for example:
+    #
     # start: "[" call (", " call)* "]"
     # call: call_0 | call_1
     # call_0: "{\"name\": \"get\", \"arguments\": " %json {…} "}"
-    written = _written(form, functions)
+    written = _find_texts(form, functions)
     prompt = before + written.prompt
     ids = tokenizer.encode(prompt, add_special_tokens=False, split_special_tokens=False)
     if written.mark and parallel:
@@ -83,24 +95,24 @@ def force_call(
     return ForcedCall(tuple(ids), written.prompt, "\n".join(rules))
 
 
-def _written(form: CallForm | None, functions: Sequence[Mapping[str, Any]]) -> _Written:
-    """Return the texts of a form; UsageError if no grammar can be written."""
+def _find_texts(form: CallForm | None, functions: Sequence[Mapping[str, Any]]) -> _CallTexts:
+    """Return the texts of a form of calls; raise UsageError if no grammar can express the form."""
     if form is None or isinstance(form, ObjectForm):
         key = "arguments" if form is None else "parameters"
-        return _Written("", lambda name, schema: _object(name, key, schema))
+        return _CallTexts("", lambda name, schema: _object(name, key, schema))
     if isinstance(form, TaggedForm):
-        # The tag after it is one token for llguidance and the tokenizer, so there is one call.
-        return _Written("<tool_call>\n", lambda name, schema: _object(name, "arguments", schema))
+        # The end tag may be a special token, which a grammar can't match: only one call.
+        return _CallTexts("<tool_call>\n", lambda name, schema: _object(name, "arguments", schema))
     if isinstance(form, LineForm) and form.arguments == "json":
-        return _Written("", lambda name, schema: _text(name + "\n") + f" {schema}")
+        return _CallTexts("", lambda name, schema: _text(name + "\n") + f" {schema}")
     if isinstance(form, MistralForm) and not form.has_names:
-        return _Written(
+        return _CallTexts(
             "[TOOL_CALLS]",
             lambda name, schema: _object(name, "arguments", schema),
             *("[", ", ", "]"),
         )
     if isinstance(form, MistralForm) and len(functions) == 1:
-        return _Written(f"[TOOL_CALLS]{functions[0]['name']}[ARGS]", lambda _, schema: schema)
+        return _CallTexts(f"[TOOL_CALLS]{functions[0]['name']}[ARGS]", lambda _, schema: schema)
     reason = (
         "the tool name precedes a special token"
         if isinstance(form, MistralForm)
@@ -113,17 +125,18 @@ def _written(form: CallForm | None, functions: Sequence[Mapping[str, Any]]) -> _
 
 
 def _object(name: str, key: str, schema: str) -> str:
+    """Write the grammar of a JSON object with a tool's name and its arguments under a key."""
     start = '{"name": ' + json.dumps(name) + f', "{key}": '
     return f"{_text(start)} {schema} {_text('}')}"
 
 
 def _text(text: str) -> str:
-    """Write a text in a grammar."""
+    """Write a fixed text as a string literal of the grammar; nothing for an empty text."""
     return json.dumps(text) if text else ""
 
 
 def _schema(function: Mapping[str, Any]) -> str:
-    """Write the schema of a tool's arguments; unknown keywords are refused for strict tools."""
+    """Write the JSON schema of a tool's arguments; with "strict", unknown keywords are errors."""
     options = {**JSON_OPTIONS, "lenient": not function.get("strict")}
     schema = {**(function.get("parameters") or {}), "type": "object", "x-guidance": options}
     try:

@@ -1,8 +1,8 @@
-"""Read fixed texts and JSON values character by character.
+"""Parse fixed texts and JSON values character by character.
 
-Readers are generators. Each receives characters through `CharacterReader.take`, wherever the text
-was cut on its way, and raises `NoCall` at the first character that can't follow. Every value is
-checked here and parsed by `duoka.base.serialization` once it is complete.
+Parsers are generators, so a text may arrive in chunks that are cut anywhere. They receive
+characters through `CharacterReader.take`, and raise `NoCall` at the first invalid character. Values
+are checked for validity here, and decoded by `duoka.base.serialization` once they are complete.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _WORDS = {"t": "true", "f": "false", "n": "null"}
 
 Script = Generator[None, str, None]
-"""Receives characters; "" is the end of the answer."""
+"""A parser: a generator that is sent characters; "" is the end of the answer."""
+# A parser that returns text.
 Characters = Generator[None, str, str]
 
 
 class NoCall(Exception):
-    """The text is not a call, or no longer one."""
+    """The text is not a call, or not a valid call from here on."""
 
 
 class CharacterReader:
-    """The characters of an answer, some of which are read again."""
+    """Passes the characters of an answer to parsers, which can give characters back."""
 
     def __init__(self) -> None:
         self.has_ended = False
-        # Characters since the last part of the answer, and those to be taken again, last one first.
-        # `give_back` moves characters from the first list to the second:
+        # `_taken`: characters since the last added part of the answer. `_again`: characters to take
+        # again, in reverse order. `give_back` moves characters from the first list to the second:
         #     taken "<to", give_back("to")  →  taken "<", again ["o", "t"]
         self._taken: list[str] = []
         self._again: list[str] = []
@@ -41,7 +42,7 @@ class CharacterReader:
         self._keep: Callable[[str], object] = str
 
     def take(self) -> Characters:
-        """Take the next character; after the end always ""."""
+        """Take and return the next character; after the end of the answer always ""."""
         char = self._again.pop() if self._again else "" if self.has_ended else (yield)
         if char:
             self._taken.append(char)
@@ -51,29 +52,32 @@ class CharacterReader:
         return char
 
     def stop(self, unread: str = "") -> NoReturn:
-        """Raise NoCall; the characters taken last may begin something else, and are taken again."""
+        """Give back the last characters taken, which may begin other text, and raise NoCall."""
         self.give_back(unread)
         raise NoCall
 
     def give_back(self, unread: str) -> None:
-        """Let the characters taken last be taken again."""
+        """Give back the last characters taken, to be taken again."""
         for char in reversed(unread):
             self._taken.pop()
             self._again.append(char)
             self._size -= 1
 
     def take_again(self, text: str) -> None:
-        """Let a text be taken again, though it is part of the answer already."""
+        """Let a text be taken again, although used in a part of the answer already."""
         self._again.extend(reversed(text))
 
     def after_space(self) -> Characters:
-        """Take white space and the next character."""
+        """Skip white space; return the next character, or "" at the end."""
         while (char := (yield from self.take())) and char in _SPACE:
             pass
         return char
 
     def expect(self, *texts: str) -> Characters:
-        """Take white space and a text of some; no text may be the beginning of another."""
+        """Skip white space, and take and return any of the given texts; NoCall for other text.
+
+        None of the texts may be the beginning of another one.
+        """
         text = yield from self.after_space()
         while text not in texts:
             char = ""
@@ -85,7 +89,7 @@ class CharacterReader:
         return text
 
     def until(self, mark: str) -> Characters:
-        """Take a text and the mark that ends it; return the text without the mark."""
+        """Take text up to a mark, and the mark; return the text without the mark."""
         chars: list[str] = []
         tail = ""
         while tail != mark:
@@ -98,12 +102,15 @@ class CharacterReader:
 
     # ── JSON ──
     #
-    # A recursive descent whose frames are suspended generators: one level of "yield from" for each
-    # open object or list, 64 at most. A value ends with its last character, so nothing waits for
-    # the next one; only a number ends before it, and returns the character that ended it.
+    # A recursive descent parser of suspended generators: one level of "yield from" for each open
+    # object or list, 64 at most. A value is complete with its last character. Only a number ends
+    # at the character after it, which `_value` returns; for other values it returns "".
 
     def json_value(self, char: str, receive: Callable[[str], object] | None = None) -> Characters:
-        """Take a JSON value from its first character on; `receive` gets each character."""
+        """Take a JSON value, whose first character is `char`; NoCall for invalid JSON.
+
+        Returns the value's text or, with `receive`, passes each character to it and returns "".
+        """
         chars: list[str] = []
         self._keep = receive or chars.append
         self.give_back((yield from self._value(char, 0)))
@@ -126,24 +133,26 @@ class CharacterReader:
         return ""
 
     def _container(self, begin: str, depth: int) -> Script:
+        """Take an object or a list after its opening bracket."""
         end = "}" if begin == "{" else "]"
         self._keep(begin)
-        char = yield from self._solid("")
+        char = yield from self._after_inner_space("")
         is_open = char != end
         while is_open:
             if end == "}":
                 yield from self._string(char)
-                self._keep_only(":", (yield from self._solid("")))
-                char = yield from self._solid("")
+                self._keep_only(":", (yield from self._after_inner_space("")))
+                char = yield from self._after_inner_space("")
             char = yield from self._value(char, depth)
-            char = yield from self._solid(char)
+            char = yield from self._after_inner_space(char)
             is_open = char != end
             if is_open:
                 self._keep_only(",", char)
-                char = yield from self._solid("")
+                char = yield from self._after_inner_space("")
         self._keep(end)
 
     def _string(self, char: str) -> Script:
+        """Take a string, whose first character must be a quote."""
         self._keep_only('"', char)
         char = ""
         while char != '"':
@@ -158,6 +167,7 @@ class CharacterReader:
                     self._keep_only("0123456789abcdefABCDEF", (yield from self.take()))
 
     def _number(self, char: str) -> Characters:
+        """Take a number; return the next character."""
         number = ""
         while char and char in "0123456789+-.eE" and len(number) < _MOST_DIGITS:
             number += char
@@ -167,8 +177,8 @@ class CharacterReader:
             self.stop(char)
         return char
 
-    def _solid(self, char: str) -> Characters:
-        """Take white space, from a given character on, up to the first other character."""
+    def _after_inner_space(self, char: str) -> Characters:
+        """Skip white space within a value, from `char` on; return the first other character."""
         char = char or (yield from self.take())
         while char and char in _SPACE:
             self._keep(char)
@@ -176,6 +186,7 @@ class CharacterReader:
         return char
 
     def _keep_only(self, allowed: str, char: str) -> None:
+        """Keep an allowed character of the value; raise NoCall for any other character."""
         if not char or char not in allowed:
             self.stop(char)
         self._keep(char)

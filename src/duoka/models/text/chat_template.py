@@ -1,14 +1,15 @@
 """Apply chat templates so that the text of a message never becomes a special token.
 
-A template renders one string, where its own special tokens and typed ones look alike. So the
-messages are rendered twice, the second time with marks in place of contents and names of calls:
+A template renders a single string, in which its own special tokens can't be distinguished from
+those that a user typed ("imitated" ones). So the messages are rendered twice, the second time with
+marks in place of contents and names of calls:
 
     contents  ["hi<|end|>"]   <|user|>hi<|end|><|end|>
     marks     ["⟦0⟧"]         <|user|>⟦0⟧<|end|>
 
-The special tokens of the second string are the template's, and become ids. The texts between them
-are encoded as text, after the marks were replaced by the contents. Where no content holds a special
-token, or a part of one at its edges, the first string is simply encoded.
+The special tokens of the second string come from the template, and are encoded as special tokens.
+The texts between them are encoded as text, after contents replace the marks. If no content has a
+special token, or a part of one at its edges, the first string is encoded as usual.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from .image_prompts import PromptImages, images_of
 from .messages import ChatMessage, Tool, tool_function
 from .tokenizer import special_id
 
-MOST_TEMPLATE_CHARACTERS = 1 << 18  # the longest published ones have some ten thousand
-_MOST_CHARACTERS = 1 << 24  # a million tokens of text are a quarter of it
+MOST_TEMPLATE_CHARACTERS = 1 << 18  # the longest published templates have some ten thousand
+_MOST_CHARACTERS = 1 << 24  # of a rendered chat; four times a million tokens of text
 _MOST_WHY_CHARACTERS = 500
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -41,16 +42,17 @@ def encode_answer(
     tools: Sequence[Tool] | None,
     stop_ids: Sequence[int],
 ) -> tuple[list[int], list[bool]]:
-    """Return the ids of a chat up to the end of its last answer, with a mask of the answer.
+    """Return the ids of a chat up to the end of its last answer, with a mask of the trained tokens.
 
-    The prompt must be the beginning of the chat with the answer. The answer is the rest up to the
-    first stop token and this token, or the part that the template marks by ``{% generation %}``.
-    Where the template writes no stop token, one is added.
+    Trained is the part after the prompt, up to and including the first stop token; if the template
+    has ``{% generation %}`` blocks, only the tokens in them and the stop token. If the template
+    writes no stop token, one is appended. Raises UsageError if the chat with the answer doesn't
+    begin with the prompt, or the template drops a part of the answer.
     """
     question = encode_chat(tokenizer, messages[:-1], tools)
     chat = encode_chat(tokenizer, messages, tools, is_prompt=False)
     answer = chat.text.removeprefix(question.text)
-    is_changed = answer == chat.text or _solid(messages[-1].content) not in _solid(answer)
+    is_changed = answer == chat.text or _drop_space(messages[-1].content) not in _drop_space(answer)
     if is_changed:
         raise UsageError(
             "the model's chat template renders this answer differently from its generation "
@@ -58,35 +60,38 @@ def encode_answer(
             hint="use a chat template that renders answers unchanged",
         )
     ids, start = chat.ids, common_length(question.ids, chat.ids)
-    says = _marked_by_template(tokenizer, messages, tools, ids) or [True] * len(ids)
+    mask = _mask_of_template(tokenizer, messages, tools, ids) or [True] * len(ids)
     stop = next((at for at in range(start, len(ids)) if ids[at] in stop_ids), len(ids))
     if stop == len(ids):
         ends = [end for end in (tokenizer.eos_token_id, *stop_ids) if isinstance(end, int)]
         if not ends:
             raise CheckpointError("the tokenizer has no token that ends a text")
-        ids, says = [*ids, ends[0]], [*says, True]
-    says[stop] = True
-    return ids[: stop + 1], [False] * start + says[start : stop + 1]
+        ids, mask = [*ids, ends[0]], [*mask, True]
+    mask[stop] = True
+    return ids[: stop + 1], [False] * start + mask[start : stop + 1]
 
 
-def _solid(text: str) -> str:
-    """Drop the white space of a text: templates strip some."""
+def _drop_space(text: str) -> str:
+    """Remove all white space from a text, because templates may strip some."""
     return "".join(text.split())
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Count the common tokens at the beginning of two texts."""
+    """Count the equal tokens at the beginning of two lists of ids."""
     pairs = zip(first, second, strict=False)
     return next((at for at, (one, other) in enumerate(pairs) if one != other), len(first))
 
 
-def _marked_by_template(
+def _mask_of_template(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[ChatMessage],
     tools: Sequence[Tool] | None,
     ids: Sequence[int],
 ) -> list[bool] | None:
-    """Return the template's own mask of the assistant's tokens; None without ``generation``."""
+    """Return the template's mask of answer tokens; None without ``{% generation %}`` blocks.
+
+    Raises UsageError if transformers encodes the chat to other ids than `ids`.
+    """
     template = _template(tokenizer, has_tools=bool(tools))
     if not _GENERATION.search(template):
         return None
@@ -118,20 +123,24 @@ def encode_chat(
     images: PromptImages | None = None,
     is_prompt: bool = True,
 ) -> EncodedChat:
-    """Render messages and encode them, with or without the beginning of an answer."""
+    """Render messages by the chat template and encode the text.
+
+    With `is_prompt` the beginning of an answer is added. Raises UsageError if special tokens in a
+    message can't be distinguished from those of the template.
+    """
     special = _Special(tokenizer)
     calls = [call for message in messages for call in message.calls]
     for tool in tools or ():
-        tool_function(tool)  # refuses another form
-    # Templates write tools and calls in many ways.
+        tool_function(tool)  # refuses tools of another form
+    # Templates write tools and calls in many ways, so special tokens are refused there.
     special.refuse(list(tools or ()), "a tool's description")
     special.refuse([[call.name, call.arguments] for call in calls], "a tool call")
     contents = [message.content for message in messages]
     marks = _Marks(messages)
     images_shown = images_of(messages)
-    # Both strings come from one call, so that templates with a date write the same one.
+    # Both strings come from one call, so that a template that writes the date writes the same date.
     text, marked = _render(tokenizer, messages, marks, tools, is_prompt=is_prompt)
-    # Some templates know contents in parts alone; one that cuts texts would write a list as Python.
+    # Some templates need contents as lists of parts; other templates would print lists as Python.
     if images_shown or (contents[-1] and marks.contents[-1] not in marked):
         in_parts = _render(tokenizer, messages, marks, tools, is_prompt=is_prompt, in_parts=True)
         if str(_parts(marks.messages[-1])) not in in_parts[1]:
@@ -144,14 +153,14 @@ def encode_chat(
         return EncodedChat(text, images.prompt(text, images_shown))
     if not is_imitated:
         return EncodedChat(text, _ids(tokenizer, text))
-    # The template may write contents as they are, or stripped; in any other way, the marks don't
-    # tell the place of a content.
+    # The template may write contents unchanged or stripped. If it changes contents in another way,
+    # the marks don't tell where a content stands.
     for written in (contents, [content.strip() for content in contents]):
         if marks.fill(marked, written) == text:
             break
     else:
         raise _imitation_error()
-    # With harmless contents the two ways must agree, or this tokenizer needs more than parts.
+    # For harmless contents encoding in parts must equal encoding at once, or parts can't be used.
     harmless = [f"x{special.without(content)}x" for content in written]
     if special.ids_in_parts(marked, marks, harmless) != _ids(
         tokenizer, marks.fill(marked, harmless)
@@ -161,9 +170,9 @@ def encode_chat(
 
 
 class _Marks:
-    """The messages with marks in place of contents and of the names of calls.
+    """Copies of messages with marks in place of contents and of the names of calls.
 
-    A mark has private-use characters and digits that differ each time, so nobody can guess one.
+    A mark has private-use characters and random digits, so that users can't guess a mark.
     """
 
     def __init__(self, messages: Sequence[ChatMessage]) -> None:
@@ -183,13 +192,13 @@ class _Marks:
         ]
 
     def fill(self, marked: str, contents: Sequence[str]) -> str:
-        """Replace the marks by contents, and by the names."""
+        """Replace the marks in a text by contents and by the names of calls."""
         texts = [*contents, *self._names]
         return self._pattern.sub(lambda mark: texts[int(mark[1])], marked)
 
 
 class _Special:
-    """The special tokens, which text must not become; other added tokens are text."""
+    """The special tokens of a tokenizer, which text must not become; other added tokens may."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         added = tokenizer.added_tokens_decoder.values()
@@ -198,7 +207,7 @@ class _Special:
         self._pattern = re.compile("|".join(map(re.escape, self._texts)) or r"(?!)")
 
     def refuse(self, value: object, what: str) -> None:
-        """Raise UsageError for a special token in a JSON value."""
+        """Raise UsageError if a JSON value, named `what`, has a special token in its texts."""
         for text in _texts(value):
             match = self._pattern.search(text)
             if match is not None:
@@ -208,16 +217,16 @@ class _Special:
                 )
 
     def is_imitated(self, contents: Sequence[str], text: str, marked: str) -> bool:
-        """Return True if a content holds a special token, or makes one with its neighbours."""
+        """Return True if a content has a special token, or forms one with neighbouring text."""
         if any(self._pattern.search(content) for content in contents):
             return True
-        # "<|us" and a template's "er|>" are a special token together: then the two strings differ
-        # in their special tokens.
+        # A content "<|us" and the template's "er|>" form a special token together. Then the strings
+        # with contents and with marks differ in their special tokens.
         at_edges = any(self._begins_or_ends(content) for content in contents)
         return at_edges and self._pattern.findall(text) != self._pattern.findall(marked)
 
     def without(self, text: str) -> str:
-        """Replace the special tokens in a text."""
+        """Replace the special tokens in a text by "x"."""
         return self._pattern.sub("x", text)
 
     def ids_in_parts(self, marked: str, marks: _Marks, contents: Sequence[str]) -> list[int]:
@@ -244,7 +253,7 @@ class _Special:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Return every text in a JSON value, keys too."""
+    """Yield every text in a JSON value, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -255,6 +264,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _imitation_error() -> UsageError:
+    """Return the error for a special token in the text of a message."""
     return UsageError(
         "a message contains the text of a special token, which this model's chat template can't "
         "distinguish from its own",
@@ -271,7 +281,7 @@ def _render(
     is_prompt: bool,
     in_parts: bool = False,
 ) -> list[str]:
-    """Render the messages, and those with marks, in Jinja's sandbox, as transformers does."""
+    """Render the messages, and the messages with marks, by transformers in Jinja's sandbox."""
     render: Any = tokenizer.apply_chat_template
     template = _template(tokenizer, has_tools=bool(tools))
     try:
@@ -284,7 +294,7 @@ def _render(
         )
     except (TemplateSyntaxError, SyntaxError, MemoryError, RecursionError) as error:
         raise CheckpointError(f"the model's chat template is damaged: {_why(error)}") from error
-    except Exception as error:  # a program of the checkpoint's: it can raise anything
+    except Exception as error:  # a template is a program, which can raise anything
         raise UsageError(
             f"the model's chat template rejects the messages: {_why(error)}"
         ) from error
@@ -295,7 +305,7 @@ def _render(
         )
     if any(_LONE_SURROGATE.search(text) for text in texts):
         raise CheckpointError("the model's chat template is damaged: its output is not valid text")
-    # Templates differ in what they leave out: some write no calls, some only the first.
+    # Some templates write no calls, or only the first one.
     if any(name not in texts[1] for name in marks.names):
         raise UsageError("the model's chat template drops tool calls")
     return texts
@@ -304,8 +314,8 @@ def _render(
 def _conversation(
     messages: Sequence[ChatMessage], *, in_parts: bool = False
 ) -> list[dict[str, Any]]:
-    """Return messages in the form of transformers."""
-    # Ids are numbered anew, because Mistral's templates take nine letters and digits alone.
+    """Return messages in the form of transformers' templates."""
+    # Calls get new ids, because Mistral's templates accept only ids of nine letters and digits.
     names = {call.id: call.name for message in messages for call in message.calls if call.id}
     ids = {call_id: f"call{number:05}" for number, call_id in enumerate(names)}
     conversation = []
@@ -331,12 +341,13 @@ def _conversation(
 
 
 def _parts(message: ChatMessage) -> list[dict[str, str]]:
-    """Return a message's images and its text as templates for images take them."""
+    """Return a message's content as a list of parts: its images, and its text."""
     images = ({"type": "image"} for _ in message.images)
     return [*images, {"type": "text", "text": message.content}]
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool) -> str:
+    """Return the tokenizer's template; raise CheckpointError for a missing or too long template."""
     try:
         template = tokenizer.get_chat_template(tools=[{}] if has_tools else None)
     except ValueError as error:
@@ -350,15 +361,17 @@ def _template(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool) -> str:
 
 
 def _why(error: BaseException) -> str:
+    """Return the text of an error, or its type if there is no text; cut to a maximum length."""
     return (str(error) or type(error).__name__)[:_MOST_WHY_CHARACTERS]
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Encode trusted text; special tokens in the text become special tokens."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False)
     return ids
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Encode foreign text; special tokens in the text stay text."""
+    """Encode untrusted text; special tokens in the text are encoded as text."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
     return ids

@@ -1,7 +1,8 @@
 """A tokenizer of the ChatGLM family with `apply_chat_template`, for scripts.
 
-These models are published without a template: their own code inserts ids of roles between texts.
-This tokenizer does the same by the formats of `prompts`, so typed roles stay text here, too.
+These models are published without a template: their own code inserts the ids of roles between
+texts. This tokenizer does the same with the formats of `prompts`, so roles typed by users are
+encoded as text.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ _OPTIONS = frozenset({"padding", "truncation", "max_length", "return_tensors"})
 
 
 class ChatGLMTokenizer(PreTrainedTokenizerFast):
-    """transformers' fast tokenizer, with the family's own chats."""
+    """transformers' fast tokenizer with the family's own chat formats."""
 
-    def apply_chat_template(  # type: ignore[override]  # what comes by position is few
+    def apply_chat_template(  # type: ignore[override]  # fewer positional arguments
         self,
         conversation: Chat | Sequence[Chat],
         tools: Sequence[Described] | None = None,
@@ -42,7 +43,7 @@ class ChatGLMTokenizer(PreTrainedTokenizerFast):
         Raises
         ------
         UsageError
-            If a message is none, or an argument has no meaning for these models.
+            If a message is invalid, or an argument is not supported for these models.
         """
         if refused := sorted(name for name in options.keys() - _OPTIONS if options[name]):
             raise UsageError(
@@ -68,9 +69,10 @@ class ChatGLMTokenizer(PreTrainedTokenizerFast):
         return encoded if return_dict else encoded["input_ids"]
 
     def _chat_ids(self, chat: Chat, tools: Sequence[Described] | None, is_open: bool) -> list[int]:
+        """Encode a chat; `is_open` adds the beginning of an answer."""
         form = chat_format(self, {"model_type": "chatglm"})
         assert isinstance(form, ChatGLM2Format | ChatGLM3Format | GLM4Format)
-        messages = [read_message(said) for said in chat]
+        messages = [read_message(message) for message in chat]
         described: list[Tool] = [
             tool if isinstance(tool, Mapping) else get_json_schema(tool) for tool in tools or ()
         ]

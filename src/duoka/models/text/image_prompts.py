@@ -1,7 +1,7 @@
-"""Prompts with images: token ids, and tensors by an image processor.
+"""Prompts with images: token ids, and the tensors of an image processor.
 
-A checkpoint's files describe its image processor, which needs Pillow alone. Videos are not
-supported, and neither is code of a checkpoint.
+The image processor is loaded from a checkpoint's settings, and needs only Pillow. Videos and remote
+code aren't supported.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _SETTINGS = ("processor_config.json", "preprocessor_config.json")
 
 
 class ImagePrompt(list[int]):
-    """Token ids with images among them, and the model's other inputs.
+    """The token ids of a prompt with images, and the model's other inputs.
 
-    `pictures` have one or several rows for each of the `num_images`, `rows` [1, tokens, …] one for
-    each token.
+    `pictures` are tensors with one or more rows for each of the `num_images` images; `rows` are
+    tensors [1, tokens, …] with a value for each token.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ImagePrompt(list[int]):
         self.rows = dict(rows or {})
 
     def extend(self, ids: Iterable[int]) -> None:
-        """Add tokens of text."""
+        """Append tokens of text; their values in `rows` are zeros."""
         num_tokens = len(self)
         super().extend(ids)
         num_more = len(self) - num_tokens
@@ -60,12 +60,12 @@ class ImagePrompt(list[int]):
 
 
 def images_of(messages: Sequence[ChatMessage]) -> list[Image.Image]:
-    """Return all images of a conversation, in their order."""
+    """Return all images of a conversation, in order."""
     return [image for message in messages for image in message.images]
 
 
 def joined_pictures(prompts: Sequence[ImagePrompt], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Join the images of a batch of prompts."""
+    """Concatenate the image tensors of a batch of prompts; cast floating-point ones to a dtype."""
     joined = {
         name: torch.cat([prompt.pictures[name] for prompt in prompts])
         for name in prompts[0].pictures
@@ -77,7 +77,7 @@ def joined_pictures(prompts: Sequence[ImagePrompt], dtype: torch.dtype) -> dict[
 
 
 def padded_rows(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """Join the rows of a batch of prompts, with zeros on the left of shorter prompts."""
+    """Stack the `rows` of a batch of prompts, padded with zeros on the left; text has zeros."""
     longest = max(map(len, prompts))
     padded: dict[str, Tensor] = {}
     for number, prompt in enumerate(prompts):
@@ -89,28 +89,29 @@ def padded_rows(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
 
 
 class ImageFormat:
-    """The image processor of a checkpoint, loaded with the first image."""
+    """The image processor of a checkpoint, loaded on first use."""
 
     def __init__(self, load: Callable[[], Any]) -> None:
         self._load = load
 
     @cached_property
     def processor(self) -> Any:
-        """The processor, of transformers."""
+        """The processor, an object of transformers."""
         return self._load()
 
     def pixel_count(self, image: Image.Image) -> int:
-        """Count the numbers of an image in the model's input."""
+        """Count the floating-point elements of the model's input for an image."""
         alone = getattr(self.processor, "image_processor", self.processor)
         tensors = self._process(alone, images=[image], **image_settings(type(self.processor)))
         return sum(value.numel() for value in tensors.values() if value.is_floating_point())
 
     def _process(self, processor: Any, **inputs: Any) -> dict[str, Tensor]:
+        """Call a processor and return its tensors; raise UsageError for rejected images."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # transformers' own about NumPy
                 batch: Mapping[str, Any] = processor(**inputs, return_tensors="pt")
-        except Exception as error:  # by settings out of the checkpoint: it can raise anything
+        except Exception as error:  # the checkpoint's settings can make it raise anything
             raise UsageError(
                 f"the model's image processor rejects the images: {first_line(error)}",
                 hint="try an image of another size",
@@ -119,7 +120,7 @@ class ImageFormat:
 
 
 class SquareImages(ImageFormat):
-    """The form of GLM-4V: every image has the same size and number of tokens."""
+    """The image format of GLM-4V: all images are scaled to the same size and number of tokens."""
 
     def __init__(self, config: Mapping[str, Any], directory: Path) -> None:
         parsed = GLM4VConfig.from_dict(dict(config))
@@ -129,12 +130,12 @@ class SquareImages(ImageFormat):
         self.ids = [tokens.begin] * tokens.num_tokens
 
     def pictures(self, images: Sequence[Image.Image]) -> dict[str, Tensor]:
-        """Return images in the form of the model's input."""
+        """Return the tensors of images for the model."""
         return self._process(self.processor, images=list(images))
 
 
 class PromptImages(ImageFormat):
-    """The form of other models, by processors with placeholders in a prompt's text."""
+    """The image format of other models: a processor expands placeholders in the prompt's text."""
 
     def __init__(
         self, directory: Path, tokenizer: PreTrainedTokenizerBase, model_type: str
@@ -145,12 +146,12 @@ class PromptImages(ImageFormat):
     def find(
         cls, directory: Path | None, tokenizer: PreTrainedTokenizerBase, model_type: str
     ) -> PromptImages | None:
-        """Return the format of a model type; None without a processor."""
+        """Return the image format of a model type; None without a processor or a directory."""
         is_known = directory is not None and model_type in _PROCESSORS
         return cls(directory, tokenizer, model_type) if directory and is_known else None
 
     def prompt(self, text: str, images: Sequence[Image.Image]) -> ImagePrompt:
-        """Return the prompt of a text with a placeholder for each image."""
+        """Encode a text with a placeholder for each image."""
         batch = self._process(
             self.processor, text=[text], images=[list(images)], add_special_tokens=False
         )
@@ -161,27 +162,27 @@ class PromptImages(ImageFormat):
         return ImagePrompt(ids[0].tolist(), len(images), pictures, rows)
 
     def is_imitated(self, text: str) -> bool:
-        """Return True if a text holds a placeholder of the processor."""
+        """Return True if a text has a placeholder of the processor."""
         tokens = [value for name, value in vars(self.processor).items() if name.endswith("_token")]
         return any(isinstance(token, str) and token in text for token in tokens)
 
 
 def image_settings(processor_class: Any) -> dict[str, Any]:
-    """Return the defaults of a processor class for its image processor."""
-    if getattr(processor_class, "is_dummy", False):  # a stand-in for want of a library
+    """Return a processor class's defaults for its image processor."""
+    if getattr(processor_class, "is_dummy", False):  # transformers' stand-in without a library
         return {}
     stated = getattr(processor_class, "images_kwargs", None)
-    if stated is None:  # as transformers up to 5.17 has it
+    if stated is None:  # transformers up to 5.17
         described = getattr(processor_class, "valid_processor_kwargs", None)
         stated = getattr(described, "_defaults", {}).get("images_kwargs")
     return {name: value for name, value in (stated or {}).items() if name != "return_tensors"}
 
 
-# ── from a checkpoint's files ──
+# ── loading from a checkpoint's files ──
 
 
 def _load_processor(directory: Path, tokenizer: PreTrainedTokenizerBase, model_type: str) -> Any:
-    """Load the processor of a checkpoint, or of its family."""
+    """Load the processor class of a model type with the checkpoint's settings."""
     with _reading(directory):
         known: Any = getattr(transformers, _PROCESSORS[model_type])
         settings, _ = known.get_processor_dict(directory, local_files_only=True)
@@ -192,9 +193,9 @@ def _load_processor(directory: Path, tokenizer: PreTrainedTokenizerBase, model_t
 
 
 def _load_square_processor(directory: Path, side: int) -> Any:
-    """Load the processor of a vision tower with one size: the checkpoint's, or CLIP's.
+    """Load the checkpoint's image processor; without settings CLIP's, for a fixed image size.
 
-    The source is GLM-4V's published tokenizer, which scales without cutting.
+    GLM-4V's published tokenizer does the same as CLIP's, without cropping.
     """
     if (directory / "preprocessor_config.json").is_file():
         with _reading(directory):
@@ -204,7 +205,7 @@ def _load_square_processor(directory: Path, side: int) -> Any:
 
 
 class _ImagesOnly:
-    """A processor without its part for videos: that needs torchvision."""
+    """Mixin for processors without their video processor, which would need torchvision."""
 
     def check_argument_for_proper_class(self, name: str, part: object) -> object:
         """See `ProcessorMixin`."""
@@ -213,7 +214,8 @@ class _ImagesOnly:
 
 
 def _image_processor(directory: Path) -> Any:
-    # Of the package itself this class asks for torchvision up to transformers 5.17.
+    """Load the image processor of a checkpoint, in its Pillow version."""
+    # Not `transformers.AutoImageProcessor`, which requires torchvision up to 5.17.
     return image_processing_auto.AutoImageProcessor.from_pretrained(
         directory, backend="pil", local_files_only=True, trust_remote_code=False
     )
@@ -221,7 +223,7 @@ def _image_processor(directory: Path) -> Any:
 
 @contextmanager
 def _reading(directory: Path) -> Iterator[None]:
-    """Raise CheckpointError without the settings of an image processor, or for damaged ones."""
+    """Convert errors of loading an image processor to CheckpointError; so are missing settings."""
     if not any((directory / name).is_file() for name in _SETTINGS):
         raise CheckpointError(
             f"{directory} has no image processor configuration",

@@ -1,6 +1,6 @@
-"""Messages of a chat, whatever the model, and calls of tools in their text.
+"""Messages of a chat, independent of the model, and tool calls in their text.
 
-An answer is hostile text: calls are parsed, never executed.
+Answers are untrusted text: calls are parsed, never executed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 Role = Literal["system", "user", "assistant", "observation"]
 Tool = Mapping[str, Any]
-"""A function as JSON schema: name, description, parameters; bare or as OpenAI wraps it."""
+"""A function as JSON schema: name, description, parameters; plain, or under OpenAI's "function"."""
 _MAX_CHARACTERS = 1 << 16
 _SHOWN = 80
 TOOL_NAME = re.compile(r"[A-Za-z_][\w.-]{0,127}", re.ASCII)
@@ -31,7 +31,7 @@ _FENCED = re.compile(r"\s*```[a-z]*\n(?P<code>.*?)\n?```\s*", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call of a function, with arguments of JSON or Python literals."""
+    """A call of a tool; the arguments are values of JSON or Python literals."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -40,10 +40,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatMessage:
-    """A message; an observation is the result of a tool.
+    """A message of a chat; the role "observation" is the result of a tool.
 
-    `metadata` is the line of the ChatGLM family beside the role: the name of a called tool.
-    `images` stand before the content. `call_id` is the call of an observation.
+    `metadata` is the text after the role in the ChatGLM family: the name of the called tool.
+    `images` come before the content. `call_id` is the id of the call that an observation answers.
     """
 
     role: Role
@@ -70,7 +70,7 @@ class ChatMessage:
 
 
 def refuse_half_pairs(text: str, what: str) -> None:
-    """Raise UsageError for half of a surrogate pair, as no tokenizer takes one."""
+    """Raise UsageError for a text with an unpaired surrogate, which no tokenizer can encode."""
     if _LONE_SURROGATE.search(text):
         raise UsageError(
             f"{what} is not valid text: it contains an unpaired surrogate",
@@ -78,38 +78,38 @@ def refuse_half_pairs(text: str, what: str) -> None:
         )
 
 
-def read_message(said: object) -> ChatMessage:
+def read_message(message: object) -> ChatMessage:
     """Read a message in the form of transformers and OpenAI.
 
-    The message has at most one call: samples with several calls aren't trained. Requests to a
-    server may have more; see `duoka.serve.chats`.
+    The message may have one call at most, because training samples with several calls aren't
+    supported. Requests to a server may have more; see `duoka.serve.chats`.
     """
-    if not isinstance(said, Mapping):
+    if not isinstance(message, Mapping):
         raise UsageError(
-            f"a message must be a mapping, not {type(said).__name__}",
+            f"a message must be a mapping, not {type(message).__name__}",
             hint='write a chat as [{"role": "user", "content": "Hello"}]',
         )
-    role: Any = "observation" if said.get("role") == "tool" else said.get("role")
-    calls: Any = said.get("tool_calls") or []
+    role: Any = "observation" if message.get("role") == "tool" else message.get("role")
+    calls: Any = message.get("tool_calls") or []
     calls = calls if isinstance(calls, list | tuple) else [calls]
     if len(calls) > 1:
         raise UsageError(
             f"a message calls {len(calls)} tools; the limit is one",
             hint="use one message for each call",
         )
-    content: Any = said.get("content")
+    content: Any = message.get("content")
     if content is None and calls:
         content = ""
     return ChatMessage(
         role=role,
-        content=_joined_texts(content) if isinstance(content, list) else content,
-        metadata=said.get("metadata") or "",
+        content=_join_texts(content) if isinstance(content, list) else content,
+        metadata=message.get("metadata") or "",
         calls=tuple(map(read_tool_call, calls)),
     )
 
 
-def _joined_texts(parts: Sequence[Any]) -> str:
-    """Join the texts of a content in parts."""
+def _join_texts(parts: Sequence[Any]) -> str:
+    """Join the texts of a content given as parts; refuse parts other than text."""
     joined = ""
     for part in parts:
         fields = part if isinstance(part, Mapping) else {}
@@ -121,7 +121,7 @@ def _joined_texts(parts: Sequence[Any]) -> str:
 
 
 def read_tool_call(call: Any) -> ToolCall:
-    """Read a call in OpenAI's form, or its function; arguments may be JSON in a text."""
+    """Read a call in OpenAI's form, or its "function"; arguments may be a JSON string."""
     try:
         function = call.get("function", call)
         name, arguments = function["name"], function["arguments"]
@@ -160,14 +160,17 @@ def tool_function(tool: Tool) -> Mapping[str, Any]:
 
 
 def parse_python_call(metadata: str, content: str) -> ToolCall | None:
-    r"""Read ChatGLM3's form: the name, and ``tool_call(k='v')`` in a fenced block."""
+    r"""Read a call in ChatGLM3's form: the tool's name, and ``tool_call(k='v')`` in a fenced block.
+
+    Returns None if the text isn't such a call.
+    """
     name = metadata.strip()
     fenced = _FENCED.fullmatch(content) if len(content) <= _MAX_CHARACTERS else None
     if fenced is None or not TOOL_NAME.fullmatch(name):
         return None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an odd escape in a string is not our reader's worry
+            warnings.simplefilter("ignore")  # of invalid escapes in strings
             arguments = _keywords(ast.parse(fenced["code"].strip(), mode="eval").body)
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return None
@@ -175,7 +178,7 @@ def parse_python_call(metadata: str, content: str) -> ToolCall | None:
 
 
 def _keywords(node: ast.expr) -> dict[str, Any]:
-    """Return the literal keyword arguments of ``tool_call(...)``; ValueError for anything else."""
+    """Return the literal keyword arguments of ``tool_call(...)``; raise ValueError otherwise."""
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("no call with keyword arguments only")
     if not isinstance(node.func, ast.Name) or node.func.id != "tool_call":

@@ -1,9 +1,9 @@
-"""Prompts: messages of a chat → token ids.
+"""Encode the messages of a chat as prompts of token ids.
 
-The roles of ChatGLM3 and GLM-4 are ids that this code inserts; the words of people and tools are
-encoded as plain text. So nobody can change the speaker by writing ``<|user|>`` into a message.
-ChatGLM2 has no ids for roles: its rounds are text, and text can imitate them. Every other model has
-a chat template; see `chat_template`.
+In ChatGLM3 and GLM-4 roles are special tokens, which this code inserts; the texts of users and
+tools are encoded as plain text. So a message with ``<|user|>`` in its text can't change the role.
+ChatGLM2 has no tokens for roles: its rounds are text, and a message can imitate them. All other
+models have a chat template; see `chat_template`.
 
     ChatGLM2   [gMASK] sop "[Round 1]⏎⏎问：hi⏎⏎答："
     ChatGLM3   [gMASK] sop <|user|> "⏎" "hi" <|assistant|>
@@ -43,20 +43,20 @@ from .tokenizer import special_id
 
 
 class TrainingSample(NamedTuple):
-    """Token ids, and a mask of the tokens to train."""
+    """Token ids, and a mask of the trained tokens."""
 
     ids: list[int]
     is_trained: list[bool]
 
 
 class ChatFormat(ABC):
-    """The form of a model's chats.
+    """The chat format of a model: encodes prompts and training samples.
 
     Parameters
     ----------
     tokenizer : PreTrainedTokenizerBase
     images : ImageFormat, optional
-        Reads images; None where the model takes none.
+        Image processor; None if images aren't supported.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class ChatFormat(ABC):
     @property
     @abstractmethod
     def stop_ids(self) -> tuple[int, ...]:
-        """The tokens at the end of an answer."""
+        """The ids of tokens at the end of an answer."""
 
     @property
     def content_start(self) -> tuple[int, ...]:
-        """The tokens between a prompt and the content of its answer."""
+        """The ids between a prompt and the content of its answer."""
         return ()
 
     @cached_property
@@ -84,15 +84,16 @@ class ChatFormat(ABC):
     def prompt(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
     ) -> list[int]:
-        """Return the ids of a prompt; with images an `ImagePrompt`."""
+        """Return the ids of a prompt; if messages have images, an `ImagePrompt`."""
 
     @abstractmethod
     def sample(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None, next_role: Role
     ) -> TrainingSample:
-        """Return the ids of messages up to an answer to train, the last message.
+        """Return the training sample of a chat whose last message is the answer to train.
 
-        The last id ends the answer: with some models the role of the next message.
+        The last id ends the answer; in some formats it is `next_role`, which begins the next
+        message.
         """
 
 
@@ -102,10 +103,10 @@ def chat_format(
     generation_config: Mapping[str, Any] | None = None,
     directory: Path | None = None,
 ) -> ChatFormat:
-    """Choose the format by the model's type and the special tokens of its tokenizer.
+    """Choose the chat format by the model type and the special tokens of the tokenizer.
 
-    With the checkpoint's directory, whose files describe its image processor, prompts can have
-    images.
+    Prompts can have images only if the checkpoint's `directory` is given, from which the image
+    processor is loaded.
     """
     added = tokenizer.get_added_vocab()
     if config.get("model_type") == "chatglm":
@@ -126,13 +127,14 @@ def chat_format(
 
 
 def _end_ids(config: Mapping[str, Any]) -> list[int]:
+    """Return the ids under ``eos_token_id``, a number or a list."""
     ids = config.get("eos_token_id")
     listed = ids if isinstance(ids, list) else [ids]
     return [number for number in listed if isinstance(number, int)]
 
 
 class _RoleFormat(ChatFormat):
-    """The common form of ChatGLM3 and GLM-4: an id for each role, and a line of metadata."""
+    """The common format of ChatGLM3 and GLM-4: a token for each role, then a line of metadata."""
 
     _start: ClassVar[tuple[str, str]]
     _form: ClassVar[LineForm]
@@ -143,11 +145,11 @@ class _RoleFormat(ChatFormat):
     @property
     @abstractmethod
     def _end(self) -> str:
-        """The token at the end of a text."""
+        """The end-of-text token."""
 
     @abstractmethod
     def _describe_tools(self, leading: str, tools: Sequence[Tool]) -> str:
-        """Write tools into the system's message, after a leading text."""
+        """Write the content of the system message with tools, after the leading text."""
 
     @cached_property
     def answers(self) -> AnswerFormat:
@@ -156,13 +158,13 @@ class _RoleFormat(ChatFormat):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """The end of a text, and the roles of others."""
+        """The end of text, and the roles of user and tools at the beginning of the next message."""
         names = (self._end, "<|user|>", "<|observation|>")
         return tuple(special_id(self.tokenizer, name) for name in names)
 
     @property
     def content_start(self) -> tuple[int, ...]:
-        """The line of metadata, empty without a call."""
+        """The empty line of metadata of an answer without a call."""
         return tuple(text_ids(self.tokenizer, "\n"))
 
     def prompt(
@@ -179,7 +181,7 @@ class _RoleFormat(ChatFormat):
     def written(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
     ) -> list[int]:
-        """Return the ids of messages, without the role of an answer to them."""
+        """Return the ids of messages, without the role of the following answer."""
         ids = [special_id(self.tokenizer, name) for name in self._start]
         for message in self._with_tools(messages, tools or ()):
             ids.append(special_id(self.tokenizer, f"<|{message.role}|>"))
@@ -200,7 +202,7 @@ class _RoleFormat(ChatFormat):
     def _with_tools(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool]
     ) -> list[ChatMessage]:
-        """Write calls as the model writes them, and tools into the system's message."""
+        """Convert calls to messages as the model writes them, and tools to a system message."""
         # A message with a text and two calls becomes three messages of the assistant: the text,
         # and a message with the tool's name as metadata for each call.
         chat: list[ChatMessage] = []
@@ -217,7 +219,7 @@ class _RoleFormat(ChatFormat):
 
 
 class ChatGLM3Format(_RoleFormat):
-    """The form of ChatGLM3, with calls in a line of Python."""
+    """The chat format of ChatGLM3, with calls in Python."""
 
     _start = ("[gMASK]", "sop")
     _form = LineForm("python")
@@ -232,9 +234,9 @@ class ChatGLM3Format(_RoleFormat):
 
 
 class GLM4Format(_RoleFormat):
-    """The form of GLM-4, with calls in JSON, and of GLM-4V.
+    """The chat format of GLM-4, with calls in JSON, and of GLM-4V.
 
-    GLM-4V has the tokens of a message's images before its text.
+    GLM-4V has the image tokens of a message before its text.
     """
 
     _start = ("[gMASK]", "<sop>")
@@ -254,6 +256,7 @@ class GLM4Format(_RoleFormat):
 
 
 def _json(value: object) -> str:
+    """Write a description of tools as JSON; raise UsageError if impossible."""
     try:
         return json.dumps(value, ensure_ascii=False, indent=4)
     except (TypeError, ValueError) as error:
@@ -261,25 +264,25 @@ def _json(value: object) -> str:
 
 
 class ChatGLM2Format(ChatFormat):
-    """The form of ChatGLM2: numbered rounds of question and answer, all text."""
+    """The chat format of ChatGLM2: numbered rounds of question and answer, all as text."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """The end of a text."""
+        """The end-of-text token."""
         end = self.tokenizer.eos_token_id
         return (end,) if isinstance(end, int) else ()
 
     def prompt(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
     ) -> list[int]:
-        """See `ChatFormat`. A message of the system stands before the first round."""
+        """See `ChatFormat`. The system message comes before the first round."""
         last_is_answerable(messages)
         return self.written(messages, tools, "\n\n答：")
 
     def written(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None, end: str = ""
     ) -> list[int]:
-        """Return the ids of messages, with an end such as the beginning of an answer to them."""
+        """Return the ids of messages; `end` is appended after a question, to begin its answer."""
         if tools:
             raise UsageError("ChatGLM2 doesn't support tool calls")
         text, questions, last_role = "", 0, ""
@@ -305,7 +308,7 @@ class ChatGLM2Format(ChatFormat):
     def sample(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None, next_role: Role
     ) -> TrainingSample:
-        """See `ChatFormat`. An answer is encoded by itself, and the end of a text ends it."""
+        """See `ChatFormat`. The answer is encoded separately, and ends with the end of text."""
         self.written(messages, tools)  # refuses answers without a question
         context = self.prompt(messages[:-1], tools)
         answer = [*text_ids(self.tokenizer, messages[-1].content), *self.stop_ids]
@@ -313,7 +316,7 @@ class ChatGLM2Format(ChatFormat):
 
 
 class TemplateFormat(ChatFormat):
-    """The form of any other model: the chat template of its tokenizer, or else plain text."""
+    """The chat format of other models: the tokenizer's chat template, if any, or plain text."""
 
     images: PromptImages | None
     stop_ids: tuple[int, ...] = ()
@@ -326,7 +329,7 @@ class TemplateFormat(ChatFormat):
     ) -> None:
         super().__init__(tokenizer, images)
         self.stop_ids = stop_ids
-        # Whether text may become special tokens is a state of the tokenizer, and differs by call.
+        # `split_special_tokens` changes a state of the tokenizer, so calls must not overlap.
         self._lock = threading.Lock()
 
     @cached_property
@@ -337,7 +340,7 @@ class TemplateFormat(ChatFormat):
     def prompt(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
     ) -> list[int]:
-        """See `ChatFormat`. Without a template the messages' texts follow one another."""
+        """See `ChatFormat`. Without a template the texts of messages are joined by newlines."""
         last_is_answerable(messages, takes_images=self.images is not None)
         if self.tokenizer.chat_template is not None:
             with self._lock:
@@ -365,12 +368,12 @@ class TemplateFormat(ChatFormat):
 
 
 def has_template(chat: ChatFormat) -> bool:
-    """Return True if a format writes roles, and not only texts."""
+    """Return True if a format writes the roles of messages, instead of only joining texts."""
     return not isinstance(chat, TemplateFormat) or chat.tokenizer.chat_template is not None
 
 
 def why_untold(chat: ChatFormat, system: str) -> str:
-    """Describe why a model can't be given a system message; empty if it can be."""
+    """Return the reason why a model can't get a system message; empty if there is no reason."""
     question = ChatMessage(role="user", content="?")
     try:
         is_left_out = chat.prompt([ChatMessage(role="system", content=system), question]) == (

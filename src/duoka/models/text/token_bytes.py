@@ -1,8 +1,8 @@
-"""The bytes of single tokens, also of parts of a character, which no tokenizer writes as text.
+"""The bytes of single tokens, including tokens with only a part of a character.
 
-Two kinds of vocabularies have such tokens: byte-level vocabularies (GPT-2) write each byte as a
-printable character of its own; SentencePiece has ``<0xE2>`` for a byte without another piece. The
-decoder tells the kind.
+Two kinds of vocabularies have such tokens. Byte-level vocabularies (GPT-2) represent each byte by a
+printable character. SentencePiece has tokens such as ``<0xE2>`` for bytes of unknown characters.
+The decoder of the tokenizer tells the kind.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """The bytes of a tokenizer's tokens.
+    """The bytes of each token of a tokenizer.
 
-    With an unknown decoder, the bytes of a token's decoded text.
+    If the decoder is of no known kind, `of` returns the bytes of the token's decoded text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -29,15 +29,15 @@ class TokenBytes:
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         decoder = getattr(self._backend, "decoder", None)
         state = {} if decoder is None else json.loads(decoder.__getstate__())
-        self._decoders = {step["type"]: step for step in _steps(state)}
-        self._spaces = _spaces(self._decoders)
+        self._decoders = {step["type"]: step for step in _list_steps(state)}
+        self._spaces = _find_space(self._decoders)
         self._added = set(tokenizer.get_added_vocab().values())
 
     def of(self, token: int) -> bytes:
         """Return the bytes of a token; a special token has the bytes of its name."""
         text = None if self._backend is None else self._backend.id_to_token(token)
         if text is None:
-            # At the start of a text some leave a blank out.
+            # At the start of a text some decoders drop a space: use the second of two tokens.
             alone, twice = (str(self._tokenizer.decode([token] * n)) for n in (1, 2))
             return twice[len(alone) :].encode(errors="replace")
         if token in self._added:
@@ -52,17 +52,17 @@ class TokenBytes:
         return str(text).replace(self._spaces, " ").encode(errors="replace")
 
 
-def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Return the steps of a decoder in their order."""
+def _list_steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the steps of a decoder, given as JSON, in order."""
     if decoder.get("type") == "Sequence":
         for step in decoder["decoders"]:
-            yield from _steps(step)
+            yield from _list_steps(step)
     elif "type" in decoder:
         yield decoder
 
 
-def _spaces(decoders: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return the character for a space in a vocabulary of SentencePiece."""
+def _find_space(decoders: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Return a SentencePiece vocabulary's text for a space; None for other vocabularies."""
     if "Metaspace" in decoders:
         return str(decoders["Metaspace"]["replacement"])
     replaced = decoders.get("Replace", {})
@@ -70,11 +70,11 @@ def _spaces(decoders: Mapping[str, Mapping[str, Any]]) -> str | None:
     return pattern if pattern and replaced.get("content") == " " else None
 
 
-def _characters() -> dict[str, int]:
+def _map_characters() -> dict[str, int]:
     """Return the byte of each character of a byte-level vocabulary (Radford et al., 2019)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     next_ones = count(0x100)
     return {chr(byte if byte in printable else next(next_ones)): byte for byte in range(256)}
 
 
-_BYTES = _characters()
+_BYTES = _map_characters()

@@ -1,8 +1,8 @@
-"""Fast tokenizers from published files.
+"""Load tokenizers from a checkpoint's files.
 
-Text that looks like a special token (``<|user|>``) is encoded as text: nobody gets a role by typing
-it. A caller that does want it, and passes no foreign text, asks for ``split_special_tokens=False``.
-How the files are read says `duoka.checkpoint.vocabulary`.
+For the ChatGLM family, text that looks like a special token (``<|user|>``) is encoded as text, so
+that users can't change roles by typing. Callers that pass trusted text only can request special
+tokens with ``split_special_tokens=False``. `duoka.checkpoint.vocabulary` reads vocabulary files.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def load_tokenizer(
     native: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast,
     tokenizer_class: Any = None,
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint's directory, without its code.
+    """Load the tokenizer of a checkpoint's directory without running the directory's code.
 
-    A tokenizer of the ChatGLM family, published or saved, has the class `native`; one with trusted
-    and imported code has the class `tokenizer_class`.
+    A tokenizer of the ChatGLM family, published or saved, gets the class `native`. A checkpoint
+    with remote code that the user trusts gets `tokenizer_class`, the imported class.
     """
     check_files(directory)
     vocabulary = directory / "tokenizer.model"
@@ -51,19 +51,19 @@ def load_tokenizer(
             hint=HINT,
         ) from error
     templates = directory / "chat_template.json"
-    if loaded.chat_template is None and templates.is_file():  # transformers' processors had it so
+    if loaded.chat_template is None and templates.is_file():  # older processors saved it so
         stated = read_json(templates, most_bytes=_MOST_TEMPLATE_BYTES).get("chat_template")
         loaded.chat_template = stated if isinstance(stated, str) else None
     return loaded
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of another library's error; some errors fill a page."""
+    """Return the first line of a library's error; for an error without text, its type."""
     return next(filter(None, str(error).splitlines()), type(error).__name__)
 
 
 def special_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
-    """Return the id of a special token."""
+    """Return the id of a special token; raise CheckpointError if the tokenizer lacks the token."""
     number = tokenizer.convert_tokens_to_ids(name)
     if not isinstance(number, int) or (
         number == tokenizer.unk_token_id and name != tokenizer.unk_token
@@ -73,7 +73,7 @@ def special_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
 
 
 def _chatglm_tokenizer(vocabulary: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `PreTrainedTokenizerFast` for a tokenizer of the ChatGLM family."""
+    """Return the arguments of `PreTrainedTokenizerFast` for a ChatGLM vocabulary file."""
     model = read_vocabulary(vocabulary)
     backend, special = encoding_of(model), special_tokens(vocabulary.parent, config, model)
     if isinstance(model, SentencePieceModel):
@@ -103,7 +103,7 @@ def _chatglm_tokenizer(vocabulary: Path, config: Mapping[str, Any]) -> dict[str,
 
 
 class _Owned:
-    """Returns a backend in place of a deep copy, which would take seconds."""
+    """Holds a tokenizer backend, and returns the backend itself on slow deep copies."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self.backend = backend

@@ -1,10 +1,10 @@
-"""The interface of transformers 4, for checkpoints' own older code.
+"""The interface of transformers 4 for remote code of its time (legacy code).
 
-Such code is imported with a namespace of its own (by `remote_code`); other code sees nothing of it.
-Each part names the version in which transformers changed.
+`remote_code` runs legacy code with a namespace of its own; other code isn't affected. Comments name
+the version in which transformers changed.
 
-- `namespace`: the modules that its imports return, and its ``type``
-- `config`, `model`, `cache`, `tokenizer`: the base classes of its own
+- `namespace`: the modules that legacy code gets from imports, and its builtin ``type``
+- `config`, `model`, `cache`, `tokenizer`: the base classes of legacy code
 """
 
 from .model import LegacyModel, finish_construction

@@ -1,4 +1,4 @@
-"""The dynamic cache with the interface from 4.36 to 5.0."""
+"""The dynamic cache with its interface of transformers 4.36 to 5.0."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from torch import Tensor
 from transformers import DynamicCache
 
 LayerStates = tuple[tuple[Tensor, Tensor], ...]
-"""Keys and values of each layer, as caches were before 4.36, and between calls still in 4.x."""
+"""Keys and values of each layer: the form of caches before 4.36, and between calls until 5.0."""
 
 
 class LegacyCache(DynamicCache):
-    """A cache that converts from and to tuples, has items, and the length methods of 4.x."""
+    """A cache with tuple conversion, indexing by layer, and the length methods of 4.x."""
 
     @classmethod
     def from_legacy_cache(cls, past_key_values: LayerStates | None = None) -> LegacyCache:
-        """Make a cache of the tuples of an earlier call."""
+        """Create a cache from the tuples of an earlier call."""
         cache = cls()
         for layer, (keys, values) in enumerate(past_key_values or ()):
             cache.update(keys, values, layer)
         return cache
 
     def to_legacy_cache(self) -> LayerStates:
-        """Return tuples for the next call."""
+        """Return the keys and values of each layer as tuples, for the next call."""
         return tuple(self[layer] for layer in range(len(self)))
 
     def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -55,6 +55,6 @@ class LegacyCache(DynamicCache):
         return int(self.get_seq_length(layer_idx))
 
     def get_max_length(self, *_: Any) -> Any:
-        """Return None for no limit, where 5.0 returns -1."""
+        """Return None, which means no limit; 5.0 returns -1."""
 
     get_max_cache_shape = get_max_length

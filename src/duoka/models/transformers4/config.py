@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig
 
-# The defaults of 4.x. Since 5.0 those of generation are in GenerationConfig alone, and those of
-# encoders and decoders, special tokens and pruning only where a model has them.
+# The defaults of 4.x. Since 5.0 the attributes of generation are in GenerationConfig only, and
+# those of encoders and decoders, special tokens and pruning only in configurations that use them.
 _DEFAULTS: dict[str, Any] = {
     **GenerationConfig._get_default_generation_params(),
     "is_decoder": False,
@@ -28,7 +28,7 @@ _DEFAULTS: dict[str, Any] = {
     "pretraining_tp": 1,
 }
 
-# Attributes that transformers 5 reads from any configuration, with the names in such code.
+# Attributes that transformers 5 reads from any configuration → their names in legacy code.
 _OTHER_NAMES = {
     "num_hidden_layers": ("num_layers", "n_layer", "n_layers"),
     "num_attention_heads": ("n_head", "n_heads"),
@@ -39,16 +39,16 @@ _OTHER_NAMES = {
 
 
 class LegacyConfig(PreTrainedConfig):
-    """The base class of 4.x (``PretrainedConfig``), with its attributes."""
+    """The base class ``PretrainedConfig`` of 4.x, with its default attributes."""
 
-    # As in the file; 5.0 makes it a view of `rope_parameters`, in another form.
+    # A plain attribute as in the file; in 5.0 it is a view of `rope_parameters` in another form.
     rope_scaling = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        prepare: Any = super().__post_init__  # without types there
+        prepare: Any = super().__post_init__  # not annotated there
         prepare(**kwargs)
         for name in _DEFAULTS.keys() & kwargs.keys() - vars(self).keys():
-            setattr(self, name, kwargs[name])  # 5.0 leaves out what is about generation
+            setattr(self, name, kwargs[name])  # 5.0 drops attributes of generation
 
     def __getattr__(self, name: str) -> Any:
         attributes = vars(self)
@@ -60,5 +60,5 @@ class LegacyConfig(PreTrainedConfig):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _get_generation_parameters(self) -> dict[str, Any]:
-        """Return none: 5.0 refuses a configuration with parameters of generation."""
+        """Return no parameters: 5.0 refuses a configuration with parameters of generation."""
         return {}

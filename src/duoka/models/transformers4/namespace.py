@@ -1,4 +1,4 @@
-"""The namespace of a module of such code: the results of its imports, and its builtins."""
+"""The namespace of modules of legacy code: replaced imports and builtins."""
 
 from __future__ import annotations
 
@@ -29,29 +29,31 @@ from .tokenizer import LegacyTokenizer
 T = TypeVar("T")
 
 
-def _uncompiled(function: T, *_: Any, **__: Any) -> T:
-    """Return a function uncompiled: TorchScript's fuser knows no virtual GPU."""
+def _script(function: T, *_: Any, **__: Any) -> T:
+    """Return a function uncompiled, because TorchScript doesn't support virtual GPUs."""
     return function
 
 
-def _initialised(module_cls: type[nn.Module], *args: Any, **kwargs: Any) -> Any:
-    """Initialise a module with its buffers, which `torch.nn.utils.skip_init` leaves undefined.
+def _initialize(module_cls: type[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    """Construct a module with initialized buffers, unlike `torch.nn.utils.skip_init`.
 
-    Parameters are on meta when a model is built here, and take no time.
+    Parameters take no time, because they are on the meta device while a model is built.
     """
     kwargs.pop("device", None)
     return module_cls(*args, **kwargs)
 
 
 def _checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Checkpoint a region, by default without reentrant autograd.
+    """Apply gradient checkpointing, by default without reentrant autograd.
 
-    Reentrant autograd stops gradients where no argument has one, as below adapters.
+    Reentrant autograd stops gradients if no argument requires one, as in layers whose only trained
+    parameters are adapters.
     """
     return checkpoint(function, *args, **{"use_reentrant": False, **kwargs})
 
 
 def _never() -> bool:
+    """Return False, for a predicate of a removed feature."""
     return False
 
 
@@ -67,9 +69,9 @@ _TRANSFORMERS: dict[str, Any] = {
 }
 _TORCH: dict[str, dict[str, Any]] = {
     "torch": {},
-    "torch.jit": {"script": _uncompiled},
+    "torch.jit": {"script": _script},
     "torch.nn": {},
-    "torch.nn.utils": {"skip_init": _initialised},
+    "torch.nn.utils": {"skip_init": _initialize},
     "torch.utils": {},
     "torch.utils.checkpoint": {"checkpoint": _checkpoint},
 }
@@ -78,13 +80,13 @@ _PLACES = ("", ".utils", ".pytorch_utils", ".generation", ".integrations")
 _NO_NAME = re.compile(r"cannot import name '(\w+)'")
 
 
-# A module is run again after each failed import, with one more name in `gone`: an import inside of
-# `try` handles its own failure, so only names whose absence ends the module get a stand-in.
+# A module runs again after each failed import, with one more name in `gone`. Code that handles a
+# failed import by `try` never gets here, so only imports that the module needs get a stand-in.
 #
 #   from transformers.onnx import OnnxConfig   → ImportError: transformers.onnx   → gone, run again
 #                                              → _Gone("OnnxConfig"), can be inherited from
 def execute(run: Callable[[], None], names: dict[str, Any]) -> None:
-    """Run a module of such code in `names`; imports that fail get stand-ins."""
+    """Run a module of legacy code with the globals `names`; failed imports get stand-ins."""
     gone: set[str] = set()
     while True:
         names["__builtins__"] = vars(builtins) | {
@@ -109,13 +111,13 @@ def _import(
     fromlist: Any = (),
     level: int = 0,
 ) -> Any:
-    """Import a module, wrapped for such code."""
+    """Replace ``__import__`` in legacy code: wrap modules, return stand-ins for `gone` names."""
     if not level and "flash_attn" in gone and name.partition(".")[0] == "flash_attn":
         return flash_attention
     if not level and any(f"{name}.".startswith(f"{path}.") for path in gone):
         return _stand_in(name) if fromlist else _wrap(transformers, gone)
     if not level and name.partition(".")[0] == "transformers" and fromlist == ("*",):
-        # All of its thousands of names would take many seconds.
+        # Importing thousands of names would take many seconds: list the names that are used.
         module = _WrappedModule(importlib.import_module(name), gone)
         used = set(_names_in(sys._getframe(1).f_code))
         module.__all__ = [name for name in used if hasattr(module, name)]
@@ -124,7 +126,7 @@ def _import(
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names in code and its functions."""
+    """Yield the names used by code and its nested functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -132,7 +134,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 class _WrappedModule(ModuleType):
-    """A module with its names of transformers 4, and stand-ins for removed names."""
+    """A module of transformers or torch with replaced names, and stand-ins for removed names."""
 
     __all__: list[str]
 
@@ -148,12 +150,12 @@ class _WrappedModule(ModuleType):
             return _stand_in(path)
         value = _wrap(getattr(self._module, name), self._gone)
         if isinstance(value, _WrappedModule):
-            vars(self)[name] = value  # the same object each time, as a compiler checks
+            vars(self)[name] = value  # the same object each time: torch.compile checks identity
         return value
 
 
 def _wrap(value: T, gone: set[str]) -> T | _WrappedModule:
-    """Wrap a module with such names; return other values as they are."""
+    """Wrap modules of transformers, or with replaced names; return other values unchanged."""
     if isinstance(value, ModuleType):
         name = value.__name__
         if name in _TORCH or name.partition(".")[0] == "transformers":
@@ -162,7 +164,7 @@ def _wrap(value: T, gone: set[str]) -> T | _WrappedModule:
 
 
 def _stand_in(path: str) -> Any:
-    """Find an object of transformers 4 in its new module, or make a placeholder class."""
+    """Return an object of transformers 4 from its new module, or else a placeholder class."""
     name = path.rpartition(".")[2]
     for place in _PLACES:
         value = getattr(importlib.import_module(f"transformers{place}"), name, None)
@@ -172,9 +174,10 @@ def _stand_in(path: str) -> Any:
 
 
 class _Gone(type):
-    """A placeholder class: it can be named and inherited from, has any attribute, and no instances.
+    """The metaclass of placeholders for removed classes of transformers 4.
 
-    Such code never calls most of its imports.
+    A placeholder can be inherited from and has any attribute, but no instances. That suffices for
+    most imports of legacy code, which never calls them.
     """
 
     path: str
@@ -191,10 +194,10 @@ class _Gone(type):
 
 
 class _TypeOfType(type):
-    """Makes `type(x)` return the plain class for a virtual tensor, as for a tensor on CUDA."""
+    """Makes `type(x)` return `Tensor` or `Parameter` for virtual tensors, as for CUDA tensors."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls is not _Type:  # a metaclass in such code
+        if cls is not _Type:  # a metaclass defined in legacy code
             return super().__call__(*args, **kwargs)
         if len(args) != 1:
             return type(*args, **kwargs)
@@ -214,4 +217,4 @@ class _TypeOfType(type):
 
 
 class _Type(type, metaclass=_TypeOfType):
-    """The builtin `type`, for tests like ``type(x) is torch.Tensor``."""
+    """The builtin `type` in legacy code, which tests ``type(x) is torch.Tensor``."""

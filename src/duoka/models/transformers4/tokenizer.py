@@ -1,4 +1,4 @@
-"""Tokenizers with the base class of transformers 4."""
+"""The base class of tokenizers in transformers 4."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OTHER_NAMES = {
 
 
 class _Made(type):
-    """Adds the special tokens to a tokenizer whose constructor couldn't."""
+    """Adds special tokens after a tokenizer's construction: its constructor may be too early."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         tokenizer = super().__call__(*args, **kwargs)
@@ -36,7 +36,7 @@ class LegacyTokenizer(PreTrainedTokenizer, metaclass=_Made):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name, adapted in (("_pad", _without_padding_side), ("tokenize", _asked_as_tiktoken)):
+        for name, adapted in (("_pad", _accept_padding_side), ("tokenize", _adapt_tiktoken)):
             if name in vars(cls):
                 setattr(cls, name, adapted(vars(cls)[name]))
 
@@ -47,16 +47,16 @@ class LegacyTokenizer(PreTrainedTokenizer, metaclass=_Made):
         except Exception:
             if self.is_made:
                 raise
-            return 0
+            return 0  # the vocabulary isn't set yet: `_Made` adds the tokens later
 
     def __getattr__(self, name: str) -> Any:
-        inherited: Any = super()  # without types there
+        inherited: Any = super()  # not annotated there
         value = inherited.__getattr__(_OTHER_NAMES.get(name, name))
         if not isinstance(value, property):
             return value
         if self.is_made:
             raise AttributeError(name)
-        return getattr(inherited, name)  # the code's own needs the vocabulary
+        return getattr(inherited, name)  # the property needs the vocabulary
 
     def __setattr__(self, name: str, value: Any) -> None:
         inherited: Any = super()
@@ -64,12 +64,12 @@ class LegacyTokenizer(PreTrainedTokenizer, metaclass=_Made):
 
     @property
     def special_tokens_map(self) -> dict[str, Any]:
-        """The special tokens by purpose; until 5.0 with additional tokens."""
+        """The special tokens by purpose, with additional tokens as until 5.0."""
         extra = self.extra_special_tokens
         return super().special_tokens_map | ({"additional_special_tokens": extra} if extra else {})
 
     def decode(self, token_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        """Decode; an embedding may have more rows than there are tokens."""
+        """Decode ids; skip ids beyond the vocabulary, which larger embeddings can generate."""
         ids = to_py_obj(token_ids)
         if isinstance(ids, list):
             size, added = self.vocab_size, self._added_tokens_decoder
@@ -77,14 +77,14 @@ class LegacyTokenizer(PreTrainedTokenizer, metaclass=_Made):
         return super().decode(ids, *args, **kwargs)
 
     def encode_plus(self, *args: Any, **kwargs: Any) -> Any:
-        """Encode a text, or several; gone since 5.0."""
+        """Encode a text, or several; removed in 5.0."""
         return self(*args, **kwargs)
 
     batch_encode_plus = encode_plus
 
 
-def _without_padding_side(pad: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `pad` of before 4.45, without `padding_side`."""
+def _accept_padding_side(pad: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a `_pad` written before 4.45 to accept, and ignore, `padding_side`."""
     if "padding_side" in inspect.signature(pad).parameters:
         return pad
 
@@ -95,8 +95,8 @@ def _without_padding_side(pad: Callable[..., Any]) -> Callable[..., Any]:
     return padded
 
 
-def _asked_as_tiktoken(tokenize: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    """Wrap `tokenize`, with tiktoken's arguments for special tokens in text."""
+def _adapt_tiktoken(tokenize: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """Wrap a `tokenize` that uses tiktoken to translate `split_special_tokens`."""
     if "tiktoken" not in tokenize.__globals__:
         return tokenize
 

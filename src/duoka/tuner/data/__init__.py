@@ -1,11 +1,11 @@
-"""Data: the user's files → micro-batches of token ids, the same ones however many GPUs there are.
+"""Data: the user's files → micro-batches of token ids, equal for any number of GPUs.
 
-- `files`, `rows`: JSON lines, tables and texts → what was said, recognised by its keys
-- `samples`: what was said → token ids, by the model's own format, and which are trained
-- `dataset`: all samples of some files, and every row that can't be used
-- `packing`: several samples in a row of tokens, and which models keep them apart
-- `batches`: samples → steps and micro-batches, in an order that can be taken up anywhere
-- `preview`: the first samples for people to look at
+- `files`, `rows`: JSON lines, tables and texts → chats, completions or documents, by their keys
+- `samples`: a row → token ids in the model's chat format, with a mask of the trained tokens
+- `dataset`: all samples of the files, and all unusable rows
+- `packing`: several samples in a row of tokens, for models that keep them separate
+- `batches`: samples → steps and micro-batches, in an order that can be resumed at any step
+- `preview`: the first samples, for review by the user
 """
 
 from .batches import Batches, OptimizerStep, TrainingMicroBatch

@@ -1,4 +1,4 @@
-"""Samples → optimizer steps and micro-batches, independent of the number of GPUs."""
+"""Divide samples into optimizer steps and micro-batches, independent of the number of GPUs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .dataset import Dataset
 from .packing import pack
 
 IGNORED = -100
-"""The label of a token that isn't trained, as transformers' losses have it."""
+"""The label of a token that isn't trained: the `ignore_index` of transformers' losses."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingMicroBatch:
-    """Rows that run at a time: one sample each, or several packed ones."""
+    """Rows of one forward pass; each row has one sample or, with packing, several."""
 
     dataset: Dataset
     rows: tuple[tuple[int, ...], ...]
@@ -28,12 +28,12 @@ class TrainingMicroBatch:
 
     @property
     def trained_tokens(self) -> int:
-        """Weight of the micro-batch's mean loss."""
+        """Number of trained tokens: the weight of the micro-batch's mean loss in the step."""
         return sum(int(self.dataset.trained_tokens[list(row)].sum()) for row in self.rows)
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of its samples."""
+        """Number of tokens of the samples, without padding."""
         return sum(int(self.dataset.lengths[list(row)].sum()) for row in self.rows)
 
     @property
@@ -43,27 +43,27 @@ class TrainingMicroBatch:
 
     @property
     def length(self) -> int:
-        """Padded length of its rows.
+        """Padded length of the rows.
 
         The smallest of the dataset's `row_lengths` that holds the longest row; with packing always
         the dataset's ``seq_length`` plus one.
         """
         if self.packing:
-            # One more, which is padding: where positions begin again in every row, models always
-            # take the same way, through a mask.
+            # At least one token of padding, whose position is 0 again. So every row looks packed,
+            # also a row with one sample, and models always build a mask.
             return self.dataset.seq_length + 1
         longest = max(self.dataset.lengths[row[0]] for row in self.rows)
         lengths = self.dataset.row_lengths
         return lengths[bisect_left(lengths, longest)]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Arguments of a model's ``forward``, on the CPU.
+        """Return the arguments of a model's ``forward``, on the CPU.
 
-        ``input_ids`` and ``labels`` are [rows, tokens], int64: labels are the ids where they are
-        trained and -100 elsewhere, not shifted. Rows are padded on the right to the same `length`.
-        There is no ``attention_mask``: a causal model sees no padding from what is before it. With
-        packing there are ``position_ids``, which begin again with each sample, and with the
-        padding; the model must then run with ``use_cache=False``.
+        ``input_ids`` and ``labels`` are [rows, tokens], int64: labels are the ids of trained tokens
+        and -100 elsewhere, not shifted. Rows are padded on the right to `length`. There is no
+        ``attention_mask``: in a causal model no token attends to padding after it. With packing
+        there are ``position_ids``, which restart at 0 with each sample and with the padding; the
+        model must then run with ``use_cache=False``.
         """
         dataset = self.dataset
         shape = (len(self.rows), self.length)
@@ -93,29 +93,31 @@ class OptimizerStep:
 
     @property
     def trained_tokens(self) -> int:
-        """Divisor of the sum of weighted gradients over all micro-batches."""
+        """Number of trained tokens of all micro-batches, over which the step's loss is the mean."""
         return sum(micro_batch.trained_tokens for micro_batch in self.micro_batches)
 
     def of_replica(self, replica: int, replicas: int) -> tuple[TrainingMicroBatch, ...]:
-        """Return the micro-batches of a replica; in the last step of an epoch there may be none."""
+        """Return the micro-batches of a replica: every `replicas`-th, from `replica` on.
+
+        In the last step of an epoch a replica may have none.
+        """
         return self.micro_batches[replica::replicas]
 
 
-# A step is a function of its number alone, which is why a run can be resumed at any step. Of 5
-# samples with batches of 2 an epoch has 3 steps; step 4 is the second of epoch 1, and takes the
-# third and the fourth sample of that epoch's permutation, which is drawn from the seed and the
-# epoch:
+# A step depends on its number only, so a run can be resumed at any step. With 5 samples and batches
+# of 2 an epoch has 3 steps. Step 4 is the second step of epoch 1: it takes the third and fourth
+# sample of that epoch's permutation, which is drawn from the seed and the epoch:
 #
 #   step   0      1      2    │ 3      4      5
 #   epoch 0: 3 1 │ 0 4 │ 2    │ epoch 1: 2 0 │ 1 3 │ 4
 class Batches:
-    """The steps of one epoch after another, without end; each can be had by its number.
+    """The endless sequence of steps over all epochs, indexed by step number.
 
-    Order and packs follow from the dataset and the seed alone. A step has `batch` rows (samples, or
-    with packing rows of up to ``dataset.seq_length`` tokens, see `refuse_packing`), the last one of
-    an epoch what is left; `micro_batch` of them run at once. How many replicas share a step changes
-    nothing of it. Without `shuffle` samples come in the order of the files. Rows of a step are
-    sorted by length where several run at once, so that less of a micro-batch is padding.
+    Order and packs depend on the dataset and the seed only, not on the number of replicas. A step
+    has `batch` rows, the last step of an epoch the remaining rows. A row is a sample or, with
+    packing, up to ``dataset.seq_length`` tokens of several samples (see `refuse_packing`). A
+    micro-batch has `micro_batch` rows; if these are several, the rows of a step are sorted by
+    length to reduce padding. Without `shuffle` samples keep the order of the files.
     """
 
     def __init__(
@@ -164,9 +166,9 @@ class Batches:
         return OptimizerStep(epoch=epoch, micro_batches=tuple(micro_batches))
 
     def _order(self, number: int, epoch: int) -> npt.NDArray[np.int64]:
-        """Return a permutation for an epoch."""
+        """Return a permutation of `number` rows for an epoch; the identity without shuffling."""
         if self._seed is None:
             return np.arange(number)
-        # The seed is a sequence of two numbers: with their sum, epoch 1 of seed 0 would have the
-        # order of epoch 0 of seed 1. Epoch -1 is the order from which packs are made.
+        # The generator is seeded with two numbers: with their sum, epoch 1 of seed 0 would have the
+        # order of epoch 0 of seed 1. Epoch -1 is the order in which samples are packed.
         return np.random.default_rng([self._seed, epoch + 1]).permutation(number)

@@ -1,4 +1,4 @@
-"""All samples of some files as arrays, and all unusable rows."""
+"""All samples of the data files as arrays, and all unusable rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MOST_WHY_CHARACTERS = 500
 _NOTHING = "it has no tokens to train on"
 _LEAST_TOKENS = 2
 _SKIP = "fix them, or skip them with --skip-bad (skip_bad=True)"
-_MOST_LENGTHS = 32  # that rows are padded to: each is traced before it runs
+_MOST_LENGTHS = 32  # number of padded row lengths; the model is traced once for each of them
 _ARRAYS = ("ids", "is_trained", "ends", "file_numbers", "lines")
 
 
@@ -50,12 +50,12 @@ class BadRow:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Dataset:
-    """Samples of at most `seq_length` tokens, one behind the other.
+    """Samples of at most `seq_length` tokens, concatenated.
 
-    Of all tokens, `ids` [tokens], those are to be learnt that `is_trained` [tokens] says; the first
-    of a sample never is, as nothing is before it. `ends` [samples] says where each sample ends, and
-    `file_numbers` and `lines` [samples] from which of the `files`, and which line (or row) of it,
-    it is. `bad_rows` were left out.
+    `ids` [tokens] are the token ids of all samples, and `is_trained` [tokens] is the mask of
+    trained tokens; the first token of a sample is never trained, because no token precedes it.
+    `ends` [samples] has the offset after each sample, `file_numbers` and `lines` [samples] the
+    index of its file in `files` and its line (or row) there. `bad_rows` were skipped.
     """
 
     ids: npt.NDArray[np.int32]
@@ -83,26 +83,28 @@ class Dataset:
 
     @cached_property
     def row_lengths(self) -> list[int]:
-        """Lengths to pad rows of one sample to: the fewest, 32 at most, that add 5 % or less.
+        """Sorted lengths to which rows of one sample are padded.
 
-        An optimal partition of the sorted lengths into groups, each padded to its longest, by
-        dynamic programming over the number of groups: `minima[j]` is the fewest tokens of all rows
-        of the first j lengths, and `starts[n][j]` where the last of their n + 2 groups begins. Of
-        [10, 11, 50, 90] one group has 360 tokens, two have 202 and three 162, 161 of which are no
-        padding.
+        The fewest lengths, at most 32, with which padding adds 5 % of tokens or less. Found as an
+        optimal partition of the sorted lengths into groups, each padded to its longest, by dynamic
+        programming over the number of groups: `minima[j]` is the minimum of padded tokens for the
+        first j lengths, and `starts[n][j]` the index at which the last of n + 2 groups begins. For
+        the lengths [10, 11, 50, 90] one group has 360 padded tokens, two groups have 202, and three
+        have 162; 161 of these are no padding.
         """
-        # Matrix units and masks like multiples of 8, which are too much of a short row. Those of
-        # larger powers of two, 64 from one power to the next, are few enough to choose from.
+        # Lengths are rounded up first. Tensor cores and masks favour multiples of 8; for rows below
+        # 128 tokens that would be much padding. Above 512, 64 multiples from one power of two to
+        # the next leave few enough lengths to choose from.
         power = np.log2(np.maximum(self.lengths, 512) / 64).astype(int)
         multiple = np.where(self.lengths < 128, 1, 2**power)
         rounded = np.minimum(-(-self.lengths // multiple) * multiple, self.seq_length)
         tops, counts = np.unique(rounded, return_counts=True)
         rows = np.append(0, counts.cumsum())
-        # costs[i, j]: all tokens of a group from the i-th length up to, not with, the j-th.
+        # costs[i, j]: padded tokens of a group from the i-th length up to, but without, the j-th.
         costs = (rows - rows[:, None]) * np.append(0, tops)
-        costs[np.tril_indices(len(rows))] = 2**57  # no group; 32 of them are still a number
-        # Each round allows one group more: minima'[j] = min over i of minima[i] + costs[i, j], in
-        # O(L²) for L different lengths, of which there are at most about 430 up to 8,192 tokens.
+        costs[np.tril_indices(len(rows))] = 2**57  # impossible; a sum of 32 still fits in int64
+        # Each round allows one more group: minima'[j] = min over i of minima[i] + costs[i, j], in
+        # O(L²) for L different lengths; up to 8,192 tokens L is at most about 430.
         minima = costs[0]
         starts: list[npt.NDArray[np.int64]] = []
         while minima[-1] > 1.05 * len(self.ids) and len(starts) < min(_MOST_LENGTHS, len(tops)) - 1:
@@ -115,23 +117,23 @@ class Dataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the samples, which must be equal when a run is resumed."""
+        """Hash of the samples; a run is resumed only with equal samples."""
         digest = hashlib.sha256()
         for name in ("ids", "is_trained", "ends"):
             digest.update(np.ascontiguousarray(getattr(self, name)).data)
         return digest.hexdigest()
 
     def tokens(self, sample: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        """Return a sample's token ids and which of them are trained."""
+        """Return a sample's token ids, and the mask of its trained tokens."""
         span = slice(int(self.ends[sample] - self.lengths[sample]), int(self.ends[sample]))
         return self.ids[span], self.is_trained[span]
 
     def place(self, sample: int) -> str:
-        """Return file and line of a sample."""
+        """Return the place of a sample in the data, as "file:line"."""
         return f"{self.files[self.file_numbers[sample]]}:{self.lines[sample]}"
 
     def save(self, path: Path) -> None:
-        """Write the samples to a file for processes that share them; bad rows are omitted."""
+        """Write the samples, without bad rows, to a file for all processes to map into memory."""
         arrays = {name: from_numpy(getattr(self, name)) for name in _ARRAYS}
         about = json.dumps({"files": self.files, "seq_length": self.seq_length})
         save_file(arrays, path, {"about": about})
@@ -139,7 +141,7 @@ class Dataset:
 
     @classmethod
     def load(cls, path: Path) -> Dataset:
-        """Map a file of `save` into memory, shared by all processes.
+        """Map a file written by `save` into memory, shared by all processes.
 
         Raises
         ------
@@ -166,11 +168,11 @@ def read_dataset(
     train_on: TrainOn = "all",
     skip_bad: bool = False,
 ) -> Dataset:
-    """Read files, or all files of directories, as samples in a model's format.
+    """Read files, or all files of directories, as samples in a model's chat format.
 
-    Documents are cut to the sequence length; conversations and completions are not, because the
-    model would learn answers without an end. Trained are all answers of a conversation, or the last
-    one. With `skip_bad` unusable rows are skipped instead of refused.
+    Documents are cut to the sequence length. Longer conversations and completions are unusable,
+    because a cut answer has no end. In conversations all answers are trained, or with `train_on`
+    "last" the last one. Raises UsageError for unusable rows, unless `skip_bad` skips them.
     """
     if seq_length < _LEAST_TOKENS:
         raise UsageError(f"seq_length is {seq_length}; it must be at least {_LEAST_TOKENS}")
@@ -190,14 +192,14 @@ def read_dataset(
 
 
 def _refusal(bad: Sequence[BadRow], num_rows: int) -> str:
-    """Build the error with the number of unusable rows and the first of them."""
+    """Build the error message: the number of unusable rows, and the first few."""
     listed = "".join(f"\n  {row}" for row in bad[:_MOST_SHOWN])
     remainder = f"\n  … and {len(bad) - _MOST_SHOWN} more" if len(bad) > _MOST_SHOWN else ""
     return f"{len(bad)} of {num_rows} rows are invalid{listed}{remainder}"
 
 
 class _Collector:
-    """Collects rows as a few numbers and their tokens."""
+    """Collects the samples of rows in growing arrays."""
 
     def __init__(self, chat: ChatFormat, seq_length: int, train_on: TrainOn) -> None:
         self.num_rows = 0
@@ -210,7 +212,7 @@ class _Collector:
         self._file_numbers, self._lines = array("i"), array("q")
 
     def take(self, row: DataRow, file_number: int, file: str) -> None:
-        """Add all samples of a row, or none."""
+        """Add all samples of a row, or a bad row if any sample is unusable."""
         self.num_rows += 1
         num_samples, num_tokens = len(self.ends), len(self._ids)
         reason = row.problem
@@ -223,7 +225,7 @@ class _Collector:
                 reason = _NOTHING
         except (UsageError, RecursionError) as error:
             reason = str(error)
-        except (OSError, UnicodeDecodeError) as error:  # a text is read only now
+        except (OSError, UnicodeDecodeError) as error:  # text files are read lazily
             reason = why(error)
         if reason:
             self.bad_rows.append(
@@ -234,10 +236,12 @@ class _Collector:
             del self._ids[num_tokens:], self._is_trained[num_tokens:]
 
     def _samples(self, row: DataRow) -> Iterator[TrainingSample]:
+        """Interpret and encode a row."""
         content = row.value if isinstance(row.value, Document) else read_row(row.value)
         return row_samples(content, self._chat, self._seq_length, self._train_on)
 
     def _add(self, sample: TrainingSample) -> None:
+        """Append a sample; raise UsageError for too long samples, or without a trained token."""
         ids, is_trained = sample
         if len(ids) > self._seq_length:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""Files of training data → rows, one at a time; `rows` interprets them."""
+"""Read files of training data row by row; `rows` interprets each row."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DAMAGED = "the table can't be read from here on"
 
 
 class DataRow(NamedTuple):
-    """Content of a row, or the problem that makes it unreadable."""
+    """The content of a row and its line, or the reason why the row is unreadable."""
 
     line: int
     value: Mapping[str, Any] | Document
@@ -37,7 +37,7 @@ class DataRow(NamedTuple):
 
 
 def data_files(paths: Sequence[str | Path]) -> list[Path]:
-    """Return the named files, and those of named directories in alphabetical order."""
+    """Return the given files, and the data files in given directories in alphabetical order."""
     files: list[Path] = []
     for path in map(Path, paths):
         try:
@@ -60,7 +60,7 @@ def _files_inside(directory: Path) -> list[Path]:
 
 
 def read_rows(path: Path) -> Iterator[DataRow]:
-    """Read the rows of a file with their line numbers (for Parquet and lists their index)."""
+    """Yield the rows of a file with their line numbers (for Parquet and JSON lists, indices)."""
     try:
         yield from _READERS.get(path.suffix, _line_rows)(path)
     except (OSError, ValueError) as error:
@@ -70,7 +70,7 @@ def read_rows(path: Path) -> Iterator[DataRow]:
 
 
 def _line_rows(path: Path) -> Iterator[DataRow]:
-    """Read one JSON object per line, skipping empty lines."""
+    """Yield a row for each line with a JSON object; skip empty lines."""
     with open_regular(path) as file:
         number = 0
         while line := file.readline(_MOST_LINE_BYTES):
@@ -91,7 +91,7 @@ def _line_rows(path: Path) -> Iterator[DataRow]:
 
 
 def _json_rows(path: Path) -> Iterator[DataRow]:
-    """Read the items of a JSON list, or objects on lines."""
+    """Yield the items of a JSON list, or of JSON lines if the file doesn't begin with a list."""
     with open_regular(path) as file:
         start = file.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip()
     if not start.startswith(b"["):
@@ -103,7 +103,7 @@ def _json_rows(path: Path) -> Iterator[DataRow]:
 
 
 def _text_rows(path: Path) -> Iterator[DataRow]:
-    """Read a text as one row, in pieces that end at line ends."""
+    """Yield a text file as one document, read lazily in pieces that end at line ends."""
 
     def pieces() -> Iterator[str]:
         with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig") as file:
@@ -114,7 +114,7 @@ def _text_rows(path: Path) -> Iterator[DataRow]:
 
 
 def _csv_rows(path: Path) -> Iterator[DataRow]:
-    """Read a table; the first line names the columns, all values are strings."""
+    """Yield the rows of a CSV table; the first line has the column names, values are strings."""
     with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
         names: list[str] = []
@@ -134,6 +134,7 @@ def _csv_rows(path: Path) -> Iterator[DataRow]:
 
 
 def _parquet_rows(path: Path) -> Iterator[DataRow]:
+    """Yield the rows of a Parquet table."""
     say_import("pyarrow")
     try:
         from pyarrow import ArrowException

@@ -1,9 +1,9 @@
-"""Several samples in a row of tokens, and which models keep them apart.
+"""Pack several samples into a row of tokens, for models that keep the samples separate.
 
-transformers tells packed samples from one another where no attention mask is passed, no cache is
-used, and the position ids begin again; but only where a model's code hands those to its masks, and
-nothing but attention reaches back. Which do so is known from computing: a test packs samples in
-every family that transformers has.
+transformers separates packed samples if no attention mask is passed, no cache is used, and the
+position ids restart at 0 with each sample. But this works only for models that pass position ids on
+to their masks, and in which only attention mixes tokens. A test packs samples in every family of
+transformers to find these models.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ FAMILIES: frozenset[str] = frozenset({
     "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
     "stablelm", "starcoder2", "vaultgemma", "youtu",
 })  # fmt: skip
-"""Their attention, and nothing else, reaches back, and not into the sample before."""
+"""Model types that keep packed samples separate: no token depends on an earlier sample."""
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 def refuse_packing(config: PretrainedConfig) -> None:
-    """Raise UsageError unless a test has shown that a model keeps packed samples apart."""
+    """Raise UsageError unless the model type is tested to keep packed samples separate."""
     kinds = getattr(config, "layer_types", None) or ()
     if config.model_type not in FAMILIES or not set(kinds) <= set(_ATTENTION):
         raise UsageError(
@@ -44,17 +44,17 @@ def refuse_packing(config: PretrainedConfig) -> None:
 
 
 def pack(lengths: npt.NDArray[np.int64], order: Sequence[int], most_tokens: int) -> list[list[int]]:
-    """Pack samples into rows by best fit decreasing.
+    """Pack samples into rows of at most `most_tokens` tokens by best fit decreasing.
 
-    It needs at most 11/9 of the minimal number of rows (Johnson, 1974). Samples of equal length
-    keep the order of `order`.
+    The number of rows is at most about 11/9 of the minimum (Johnson, 1974). Samples of equal length
+    are taken in the order of `order`. Returns the samples of each row.
     """
-    # Longest first, each into the pack with the least space that is left for it. Samples of 7, 5,
-    # 5, 4, 3, 3, 3 tokens in rows of 10: [7], [5, 5], [4]; then 3 fills [7, 3], and the others go
-    # to [4, 3, 3]. A pack is found by bisection in the sorted spaces that are left anywhere.
+    # Longest first, each sample goes into the row with the least free space that is enough. Samples
+    # of 7, 5, 5, 4, 3, 3, 3 tokens in rows of 10: [7], [5, 5], [4]; then 3 fills [7, 3], and the
+    # others go to [4, 3, 3]. The row is found by bisection in the sorted free spaces.
     packs: list[list[int]] = []
-    by_space: dict[int, list[int]] = {}  # how much is left → of which packs
-    spaces: list[int] = []  # the keys, in order
+    by_space: dict[int, list[int]] = {}  # free space → the rows with that space
+    spaces: list[int] = []  # the keys of `by_space`, sorted
     for sample in sorted(order, key=lambda sample: -lengths[sample]):
         length = int(lengths[sample])
         at = bisect_left(spaces, length)

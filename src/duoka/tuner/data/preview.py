@@ -16,19 +16,20 @@ from .dataset import Dataset
 
 _MOST_TOKENS = 200
 _MOST_BAD_ROWS = 5
-# What is trained is between these marks too: colour alone says nothing in a file, or to everyone.
+# Trained text stands between these marks as well: colour is lost in a file, and not seen by all.
 _MARKS = ("⟦", "⟧")
 
 
 def render_preview(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase, number: int = 3
 ) -> RenderableType:
-    """Render the size of the data and the first samples as the model will see them."""
+    """Render the size of the data and the first `number` samples, as the model will see them."""
     samples = (_sample(dataset, tokenizer, at) for at in range(min(number, len(dataset))))
     return Group(*_summary(dataset), *samples)
 
 
 def _summary(dataset: Dataset) -> Iterator[Text]:
+    """Yield the numbers of samples and tokens, and the first skipped rows."""
     trained = int(dataset.trained_tokens.sum())
     share = trained / len(dataset.ids)
     yield Text(
@@ -44,7 +45,7 @@ def _summary(dataset: Dataset) -> Iterator[Text]:
 
 
 def _sample(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, at: int) -> Text:
-    """Format a sample as text with marks around the trained tokens."""
+    """Format the sample at an index as text, with marks around the trained tokens."""
     ids, is_trained = dataset.tokens(at)
     heading = f"{dataset.place(at)}  {len(ids)} tokens, {int(is_trained.sum())} trained"
     text = Text(f"\n{heading}\n", style="bold")

@@ -1,17 +1,17 @@
 """Read a row of training data as a chat, a prompt and its completion, or a document, by its keys.
 
 =================================  ===========================================================
-keys                               what it is
+keys                               form
 =================================  ===========================================================
-``messages``                       a chat as OpenAI writes it, perhaps with ``tools``
-``conversations``                  the same of ChatGLM3 (``role``) or ShareGPT (``from``)
-``instruction``, ``output``        Alpaca, perhaps with ``input``, ``system``, ``history``
-``prompt``, ``completion``         texts of which the second continues the first
+``messages``                       a chat in OpenAI's form, optionally with ``tools``
+``conversations``                  a chat in the form of ChatGLM3 (``role``), ShareGPT (``from``)
+``instruction``, ``output``        Alpaca, optionally with ``input``, ``system``, ``history``
+``prompt``, ``completion``         two texts; the completion continues the prompt
 ``text``                           a document
 =================================  ===========================================================
 
-Keys beside these that say what is to be learnt are honoured or refused, by the words in their
-names; all others say nothing about learning.
+Further keys whose names have words such as "weight" or "loss" mark rows or messages as trained or
+not: they are followed or refused. All other keys are ignored.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ROLES = {
 _REASONING = frozenset({"reasoning", "thinking", "thought", "thoughts"})
 _KEYS = "messages, conversations, instruction and output, prompt and completion, or text"
 _MOST_SHOWN_KEYS = 8
-# What others say beside a text of what is to be learnt, by the words in the names of keys.
+# Words in the names of keys by which other trainers mark trained content; see `_marks`.
 _WORDS = re.compile("[A-Z]?[a-z]+|[A-Z]+")
 _PREFERENCES = frozenset(
     {"chosen", "rejected", "preferred", "preference", "preferences", "kto", "reward", "rewards"}
@@ -53,15 +53,15 @@ _MARKS = frozenset(
 )
 _MASKS = frozenset({"mask", "masks", "masked", "ignore", "ignored", "skip", "exclude"})
 _SIGNS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-# What stands before an answer, where a row's form has a place for it.
+# Keys with context before an answer; only some forms of rows support them.
 _CONTEXTS = ("system", "tools", "functions", "history", "system_prompt", "documents")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """Messages in order, and the tools the assistant may call.
+    """Messages in order, and the tools that the assistant may call.
 
-    Messages at `unweighted` are not trained: OpenAI's ``weight`` of 0.
+    `unweighted` has the indices of messages that are not trained: OpenAI's ``weight`` of 0.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -71,7 +71,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class PromptCompletion:
-    """A prompt and its trained completion."""
+    """A prompt and the completion to train."""
 
     prompt: str
     completion: str
@@ -79,13 +79,13 @@ class PromptCompletion:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A trained text, in pieces if long."""
+    """A text to train; `pieces` together are the text, and may be read lazily."""
 
     pieces: Iterable[str]
 
 
 def read_row(row: Mapping[str, Any]) -> Chat | PromptCompletion | Document:
-    """Recognize the kind of a row; UsageError if it is unknown or damaged."""
+    """Read a row in the form indicated by its keys; raise UsageError for unknown forms."""
     for key, is_learnt in _marks(row).items():
         if not is_learnt:
             raise UsageError(f"{key!r} is {row[key]}: the row is marked as not trained")
@@ -94,7 +94,7 @@ def read_row(row: Mapping[str, Any]) -> Chat | PromptCompletion | Document:
             return _chat(_list_of(row[key], key), row)
     if row.get("instruction") is not None and "output" in row:
         _refuse_unread(row, "system", "tools", "history")
-        return _checked(list(_alpaca(row)), row)
+        return _check_chat(list(_alpaca(row)), row)
     if row.get("prompt") is not None and "completion" in row:
         if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
             return _chat([*row["prompt"], *row["completion"]], row)
@@ -108,18 +108,22 @@ def read_row(row: Mapping[str, Any]) -> Chat | PromptCompletion | Document:
 
 
 def _words(key: object) -> set[str]:
+    """Return the words of a key in lower case, split at capitals, digits and underscores."""
     return {word.lower() for word in _WORDS.findall(str(key))}
 
 
-# Other trainers have keys that say what is trained. Ignoring one could train on what the author of
-# the data excluded. A key is judged by its words, split at capitals, digits and underscores:
+# Other trainers have keys that mark content as trained or not. Ignoring such a key could train on
+# content that the author of the data excluded. A key is judged by its words:
 #
 #   "weight": 0, "isTrained": false   weight, trained     a message isn't trained, a row is refused
 #   "loss_mask": [1, 0]               loss, mask          refused: 1 may mean trained or hidden
 #   "chosen": "…", "rejected": "…"    preference data     refused: another method of training
-#   "id": 7, "source": "web"          no word of these    ignored
+#   "id": 7, "source": "web"          none of the words   ignored
 def _marks(fields: Mapping[str, Any]) -> dict[str, bool]:
-    """Read the training flags of a row or message by key."""
+    """Return the keys that mark a row or message as trained or not, with their values.
+
+    Raises UsageError for preference data, media, masks, and values other than true and false.
+    """
     marks = {}
     for key, value in fields.items():
         words = _words(key)
@@ -144,20 +148,21 @@ def _marks(fields: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _refuse_unread(row: Mapping[str, Any], *read: str) -> None:
-    """Refuse content before an answer that would be ignored."""
+    """Raise UsageError for context keys that the row's form would ignore; `read` are supported."""
     for key in _CONTEXTS:
         if row.get(key) and key not in read:
             raise UsageError(f"{key!r} isn't supported here; write the row as messages")
 
 
 def _chat(messages_in: Sequence[Any], row: Mapping[str, Any]) -> Chat:
+    """Read the messages of a row, with its tools and system text."""
     _refuse_unread(row, "system", "tools", "functions")
     messages: list[ChatMessage] = []
     unweighted = set()
     first_message = messages_in[0] if messages_in else None
-    tools = row.get("tools") or row.get("functions")  # older ones of OpenAI
+    tools = row.get("tools") or row.get("functions")  # OpenAI's older key
     if isinstance(first_message, Mapping) and first_message.get("tools") and not tools:
-        tools = first_message["tools"]  # as of GLM-4's demo of fine-tuning
+        tools = first_message["tools"]  # as in GLM-4's fine-tuning demo
     row = {**row, "tools": tools}
     if row.get("system"):
         messages.append(ChatMessage(role="system", content=_text(row, "system")))
@@ -175,11 +180,14 @@ def _chat(messages_in: Sequence[Any], row: Mapping[str, Any]) -> Chat:
                 raise UsageError("it is marked as trained, and only assistant messages are trained")
         except UsageError as error:
             raise UsageError(f"message {number}: {error}") from error
-    return _checked(messages, row, frozenset(unweighted))
+    return _check_chat(messages, row, frozenset(unweighted))
 
 
 def _messages(fields: Mapping[str, Any]) -> Iterator[ChatMessage]:
-    """Read a message of ShareGPT, ChatGLM3's fine-tuning demo, or OpenAI."""
+    """Read a message of ShareGPT, ChatGLM3's fine-tuning demo, or OpenAI.
+
+    ChatGLM3's message of a tool gives two: the call, and its result.
+    """
     for key in fields:
         if fields[key] and _words(key) & _REASONING:
             raise UsageError(f"{key!r} isn't supported; write it into the content")
@@ -203,6 +211,7 @@ def _messages(fields: Mapping[str, Any]) -> Iterator[ChatMessage]:
 
 
 def _alpaca(row: Mapping[str, Any]) -> Iterator[ChatMessage]:
+    """Yield the messages of a row in Alpaca's form."""
     if row.get("system"):
         yield ChatMessage(role="system", content=_text(row, "system"))
     for exchange in _list_of(row.get("history"), "history"):
@@ -217,12 +226,12 @@ def _alpaca(row: Mapping[str, Any]) -> Iterator[ChatMessage]:
     yield ChatMessage(role="assistant", content=_text(row, "output"))
 
 
-def _checked(
+def _check_chat(
     messages: Sequence[ChatMessage],
     row: Mapping[str, Any],
     unweighted: frozenset[int] = frozenset(),
 ) -> Chat:
-    """Refuse an impossible order of roles, and empty answers."""
+    """Build a chat; raise UsageError for an invalid order of roles, and for empty answers."""
     previous_role = ""
     for number, message in enumerate(messages, start=1):
         role = message.role
@@ -251,7 +260,7 @@ def _checked(
 
 
 def _list_of(value: Any, key: str) -> Sequence[Any]:
-    """Return a list, or parse one from JSON (in some tables, and ShareGPT's tools)."""
+    """Return a list, parsed from JSON if a string (in some tables, and ShareGPT's tools)."""
     items = _json(value) if isinstance(value, str) and value.strip() else value or []
     if not isinstance(items, list | tuple):
         raise UsageError(f"{key!r} is not a list")
@@ -259,7 +268,7 @@ def _list_of(value: Any, key: str) -> Sequence[Any]:
 
 
 def _json(value: Any) -> Any:
-    """Return a value, parsed from JSON if it is text."""
+    """Return a value; parse a string as JSON."""
     if not isinstance(value, str):
         return value
     try:
@@ -269,6 +278,7 @@ def _json(value: Any) -> Any:
 
 
 def _text(row: Mapping[str, Any], key: str) -> str:
+    """Return the value of a key; raise UsageError unless the value is valid text."""
     text = row[key]
     if not isinstance(text, str):
         raise UsageError(f"{key!r} is not a string, but of type {type(text).__name__}")
@@ -277,6 +287,7 @@ def _text(row: Mapping[str, Any], key: str) -> str:
 
 
 def _nonempty_text(row: Mapping[str, Any], key: str) -> str:
+    """Return the value of a key; raise UsageError unless the value is text, and not blank."""
     text = _text(row, key)
     if not text.strip():
         raise UsageError(f"{key!r} is empty")

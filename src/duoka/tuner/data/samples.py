@@ -1,4 +1,4 @@
-"""Row → token ids, and which of them are trained."""
+"""Encode rows of data as token ids, with a mask of the trained tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def row_samples(
 ) -> Iterator[TrainingSample]:
     """Yield the samples of a row; only documents are cut to the sequence length.
 
-    UsageError is raised if the model's format cannot represent the row.
+    Raises UsageError if the model's chat format can't represent the row.
     """
     if isinstance(row, Chat):
         yield from chat_samples(row, chat, seq_length, train_on)
@@ -33,17 +33,17 @@ def row_samples(
 def chat_samples(
     row: Chat, chat: ChatFormat, seq_length: int, train_on: TrainOn
 ) -> list[TrainingSample]:
-    """Yield samples of a conversation, each answer after the context the model will have.
+    """Return the samples of a conversation: each answer follows its own generation prompt.
 
-    Answers share a sample while the context of each begins with the sample so far. Otherwise, if a
-    template drops earlier reasoning or ends an answer differently, a new sample begins. A sample
-    longer than `seq_length` is the last one.
+    Several answers share a sample if the prompt of each begins with the sample so far. Otherwise a
+    new sample begins: the template drops earlier reasoning, say, or ends an answer differently. A
+    sample longer than `seq_length` is returned as the last one.
     """
-    # Two answers b and d share a sample where the prompt of d begins with the sample of b:
+    # Two answers b and d share a sample if the prompt of d begins with the sample of b:
     #
     #   <user> a <assistant> {b <end>} <user> c <assistant> {d <end>}      {…} is trained
     #
-    # A template that leaves the reasoning x out of earlier answers gives two:
+    # A template that drops the reasoning x from earlier answers gives two samples:
     #
     #   <user> a <assistant> {x b <end>}
     #   <user> a <assistant> b <end> <user> c <assistant> {y d <end>}
@@ -69,7 +69,10 @@ def chat_samples(
 
 
 def _next_role(messages: tuple[ChatMessage, ...], at: int) -> Role:
-    """Return the next speaker; after the last message the called tool, or the user."""
+    """Return the role of the message after index `at`.
+
+    After the last message it is "observation" if the message calls a tool, otherwise "user".
+    """
     if at + 1 < len(messages):
         return messages[at + 1].role
     calls = messages[at].calls or messages[at].metadata
@@ -77,7 +80,10 @@ def _next_role(messages: tuple[ChatMessage, ...], at: int) -> Role:
 
 
 def _completion_sample(row: PromptCompletion, tokenizer: PreTrainedTokenizerBase) -> TrainingSample:
-    """Build the sample of a prompt and its completion; tokens across the boundary are trained."""
+    """Build the sample of a prompt and its completion.
+
+    A token with text of both, across the boundary, is trained.
+    """
     ids = text_ids(tokenizer, row.prompt + row.completion)
     num_shared = common_length(text_ids(tokenizer, row.prompt), ids)
     start, end = _boundary_tokens(tokenizer)
@@ -89,7 +95,10 @@ def _completion_sample(row: PromptCompletion, tokenizer: PreTrainedTokenizerBase
 def _document_samples(
     row: Document, tokenizer: PreTrainedTokenizerBase, seq_length: int
 ) -> Iterator[TrainingSample]:
-    """Split a document, with end of text appended, into samples of the sequence length."""
+    """Split a document and an end-of-text token into samples of `seq_length` tokens.
+
+    The last sample may be shorter. Start tokens aren't trained.
+    """
     start, end = _boundary_tokens(tokenizer)
 
     def cut(ids: list[int]) -> Iterator[TrainingSample]:
@@ -108,11 +117,11 @@ def _document_samples(
 
 
 def _boundary_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
-    """Return the tokenizer's start tokens, and its end token."""
+    """Return a tokenizer's tokens before a text, and its end-of-text token."""
     end = tokenizer.eos_token_id
     if not isinstance(end, int):
         raise CheckpointError("the tokenizer has no token that ends a text")
     start: list[int] = tokenizer.encode("", add_special_tokens=True)
     if start[-1:] == [end] and (len(start) > 1 or tokenizer.bos_token_id != end):
-        del start[-1]  # some write the end themselves
+        del start[-1]  # some tokenizers append the end token
     return start, end
