@@ -39,14 +39,6 @@ def test_a_machine_as_json(program: Program, monkeypatch: pytest.MonkeyPatch) ->
     assert recording.open_sessions == 0
 
 
-def test_rows(program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    replay(monkeypatch, "busy")
-    path = tmp_path / "run.csv"
-    for _ in range(2):
-        assert program("top", "--once", "--csv", path).returncode == 0
-    assert len(path.read_text().splitlines()) == 7
-
-
 @pytest.mark.process
 def test_at_a_terminal_ctrl_c_leaves(environment: dict[str, str]) -> None:
     started = Terminal(["top", "--interval", "0.1"], environment)

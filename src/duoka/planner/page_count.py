@@ -97,15 +97,7 @@ def with_pages(
     sizes = sorted({size for stage in tensors for size in stage})
 
     def segments(pages: int) -> list[tuple[bool, int, int]]:
-        # Ascending in the pages: a request of less than 10 MiB shares a segment of 20 MiB, one of
-        # 10 MiB has 10 MiB to itself, so the kind of request comes before the size of segment.
-        rounded = [
-            rounded_bytes(size + growth_bytes * (pages - min_pages)) for size, growth_bytes in sizes
-        ]
-        return [
-            (size >= LARGE_REQUEST_BYTES, segment_bytes(size), -(segment_bytes(size) // size))
-            for size in rounded
-        ]
+        return [_segment_kind(size + growth * (pages - min_pages)) for size, growth in sizes]
 
     max_pages = min(
         (
@@ -122,6 +114,15 @@ def with_pages(
             break
         max_pages = start - 1
     return replace(workload, pages=max_pages), peaks_at(max_pages)
+
+
+def _segment_kind(num_bytes: int) -> tuple[bool, int, int]:
+    """Return a key of the segment that a tensor lies in, and of the tensors that fit; ascending."""
+    # A request of less than 10 MiB shares a segment of 20 MiB, one of 10 MiB has 10 MiB to itself:
+    # the size of the segment alone would fall there, so the kind of request comes first.
+    size = rounded_bytes(num_bytes)
+    segment = segment_bytes(size)
+    return size >= LARGE_REQUEST_BYTES, segment, -(segment // size)
 
 
 def _page_tensors(

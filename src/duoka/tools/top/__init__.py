@@ -4,5 +4,4 @@ Reads the driver and the reports of duoka's processes, without importing torch.
 
 - `snapshot`: the state of all GPUs at a moment
 - `show`: a snapshot for people
-- `record`: snapshots as rows of a CSV file
 """
