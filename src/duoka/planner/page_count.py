@@ -30,8 +30,8 @@ def fill(
 ) -> Plan:
     """Set the largest number of pages that fits a plan, unless it is given, and the plan's speeds.
 
-    `runs` are the plan's stages as (device, start, stop) in the chain. By a device map, a device may
-    have several runs, which are counted together. `device_of` has the device of every block, if
+    `runs` are the plan's stages as (device, start, stop) in the chain. With a device map, a device
+    may have several runs, which are counted together. `device_of` has the device of every block, if
     copies of tensors on third devices count.
     """
     workload, fleet = costs.workload, plan.fleet
@@ -97,8 +97,7 @@ def with_pages(
     sizes = sorted({size for stage in tensors for size in stage})
 
     def segments(pages: int) -> list[tuple[bool, int, int]]:
-        # Ascending in the pages: a request of less than 10 MiB shares a segment of 20 MiB, one of
-        # 10 MiB has 10 MiB to itself, so the kind of request comes before the size of segment.
+        # Ascending in the pages; from 10 MiB on a tensor has a smaller segment of its own.
         rounded = [
             rounded_bytes(size + growth_bytes * (pages - min_pages)) for size, growth_bytes in sizes
         ]
