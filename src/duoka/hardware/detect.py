@@ -357,7 +357,7 @@ def _way(source: PresentGpu, target: PresentGpu) -> Way | None:
 # the PCI address of the other; then only that end's links count. Otherwise both must have links to
 # switches (NVSwitch), and the slower sum of the two limits a copy.
 def _nvlink_speed(*pair: nvml.NvmlGpu) -> float | None:
-    """Return NVLink bytes per second in one direction, direct or through switches; None if none."""
+    """Return NVLink bytes per second in one direction, direct or by switches; None if unknown."""
     for source, target in (pair, reversed(pair)):
         for peer in source.peers:
             if peer.kind == "gpu" and peer.pci_address and peer.pci_address == target.pci_address:

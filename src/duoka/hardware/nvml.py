@@ -292,6 +292,7 @@ def _watts(function: Callable[..., Any], handle: Any) -> float | None:
 
 
 def _read_gpu(index: int, handle: Any) -> Iterator[NvmlGpu]:
+    """Yield the data of one GPU; an iterator, as `_query_all` expects."""
     is_mig = _is_mig(handle)
     capability = _query(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
     yield NvmlGpu(

@@ -78,7 +78,7 @@ class KnownBytes:
                 self.fits[key] = self.fits[key] & ~is_equal
                 return False
             bounds = self.bytes[key][is_equal]
-            assert requested >= bounds.max(), "the lower bound is none"
+            assert requested >= bounds.max(), "the lower bound exceeds the exact bytes"
             if requested != bounds.min():
                 was_exact = False
                 self.bytes[key] = np.where(is_equal, requested, self.bytes[key])
