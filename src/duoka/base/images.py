@@ -81,6 +81,7 @@ def _unreadable(source: str, reason: str, hint: str | None = _HINT) -> UsageErro
 
 
 def _rgb(image: Image.Image) -> Image.Image:
+    """Convert an image to 8-bit RGB on white; raise ValueError for more than 8 bits of gray."""
     if image.mode.startswith(("I", "F")):
         # Pillow's conversion to RGB would clip all values above 255 to white.
         raise ValueError("it has more than 8 bits of gray per pixel; save it with 8")

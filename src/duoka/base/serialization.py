@@ -145,6 +145,8 @@ _SCALARS = {
 
 
 def _scalar_reader(kind: Any) -> _Reader:
+    """Return the reader of a scalar of exactly this type; an integer is accepted for float."""
+
     def read(data: Any) -> object:
         if kind is float and type(data) is int and abs(data) <= sys.float_info.max:
             return float(data)
@@ -159,6 +161,8 @@ def _scalar_reader(kind: Any) -> _Reader:
 
 
 def _literal_reader(choices: tuple[object, ...]) -> _Reader:
+    """Return the reader of a value that must equal one of the choices, in type and value."""
+
     def read(data: object) -> object:
         for choice in choices:
             if type(data) is type(choice) and data == choice:
@@ -170,6 +174,7 @@ def _literal_reader(choices: tuple[object, ...]) -> _Reader:
 
 
 def _union_reader(members: tuple[Any, ...]) -> _Reader:
+    """Return the reader of a union: the first member whose reader accepts the value."""
     optional = type(None) in members
     readers = [_reader(member) for member in members if member is not type(None)]
 
@@ -218,6 +223,7 @@ def _tuple_reader(arguments: tuple[Any, ...]) -> _Reader:
 
 
 def _dataclass_reader(cls: type) -> _Reader:
+    """Return the reader of an object with exactly the fields of a dataclass."""
     hints = typing.get_type_hints(cls)
     readers = {field.name: _reader(hints[field.name]) for field in fields(cls)}
 

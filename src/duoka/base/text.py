@@ -9,8 +9,7 @@ from typing import TypeVar
 from duoka.errors import UsageError
 
 # Control characters, and characters that change the writing direction, can falsify the display of a
-# text or control the terminal. Emoji and Persian need two joiners of the category Cf, which is kept
-# out otherwise.
+# text or control the terminal. Emoji and Persian texts need two joiners of the category Cf.
 _KEPT = frozenset("\n\t\u200c\u200d")
 _HIDDEN = ("Cc", "Cf", "Cs")
 Name = TypeVar("Name", bound=str)

@@ -71,6 +71,7 @@ def report() -> None:
 
 
 def _query_in_child(library: Any) -> tuple[str, ...]:
+    """Query the visible UUIDs in a child process; in this process if no child can be started."""
     # In a frozen program, `sys.executable` is the program itself, not Python.
     if not sys.executable or getattr(sys, "frozen", False):
         return _query(library)
@@ -94,6 +95,7 @@ def _query_in_child(library: Any) -> tuple[str, ...]:
 
 
 def _query(library: Any) -> tuple[str, ...]:
+    """Initialize CUDA in this process and return the visible UUIDs, in CUDA's order."""
     result = library.cuInit(0)
     if result == _NO_DEVICE:
         return ()
@@ -128,6 +130,7 @@ def describe_renumbered() -> str:
 
 
 def _load() -> Any:
+    """Load the driver's library; raise FleetError if it isn't installed."""
     try:
         return ctypes.CDLL(LIBRARY)
     except OSError:
@@ -139,6 +142,7 @@ def _load() -> Any:
 
 
 def _uuid(library: Any, ordinal: int) -> str:
+    """Return the UUID of CUDA's device number `ordinal`, without NVML's prefix."""
     device = ctypes.c_int()
     _check(library.cuDeviceGet(ctypes.byref(device), ordinal), f"while opening cuda:{ordinal}")
     # `_v2` returns different UUIDs for the instances of a GPU in MIG mode; new in driver 470.

@@ -240,6 +240,7 @@ class _View:
         return gpus
 
     def _find_gpu(self, text: str) -> PresentGpu:
+        """Find a GPU by `nvidia-smi`'s index, its UUID, or an unambiguous beginning of its UUID."""
         if _INDEX.fullmatch(text):
             for gpu in self.gpus:
                 if gpu.name == str(int(text)):
@@ -302,6 +303,7 @@ def _find_trouble(gpu: PresentGpu, numbers: str) -> Trouble | None:
 
 
 def _describe_hidden(gpu: PresentGpu, numbers: str) -> Trouble:
+    """Return the trouble of a GPU that torch doesn't see, with advice how to make it visible."""
     value = cuda_driver.restriction()
     by = "CUDA" if value is None else f"{cuda_driver.VARIABLE}={value!r}"
     if gpu.instance is not None:
@@ -320,6 +322,7 @@ def _strip_uuid_prefix(uuid: str) -> str:
 
 
 def _device(gpu: PresentGpu) -> Device:
+    """Make the device of a usable GPU: catalogue speeds, overridden by measured ones."""
     part, budget = gpu.part, gpu.budget_bytes
     assert budget is not None, "usable GPUs have a budget"
     assert gpu.torch_name is not None, "torch sees usable GPUs"

@@ -315,6 +315,7 @@ def _read_gpu(index: int, handle: Any) -> Iterator[NvmlGpu]:
 
 
 def _read_health(handle: Any) -> dict[str, Any]:
+    """Return the fields of `NvmlGpu` about faults: slowdowns, memory errors, worn memory."""
     reasons = _query(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
     remapped = _query(pynvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
     retired = _query(pynvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
@@ -337,6 +338,7 @@ def _read_memory(handle: Any) -> tuple[int | None, int | None]:
 
 
 def _read_processes(handle: Any) -> tuple[Process, ...]:
+    """Return all processes on a GPU that NVML reports, except this one."""
     processes = {}
     for computes, function in (
         # Names with a version: without it, an old driver causes an error other than NVMLError.
@@ -356,6 +358,7 @@ def _read_processes(handle: Any) -> tuple[Process, ...]:
 
 
 def _instances(handle: Any) -> Iterator[Instance]:
+    """Yield the instances of a GPU in MIG mode."""
     for index in range(_query(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         part = _query(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
         # Fewer than the maximum may exist.

@@ -155,6 +155,7 @@ def _parse_count(digits: str, entry: str) -> int:
 
 
 def _parse_entry(entry: str, text: str) -> _Entry:
+    """Parse a budget, a card of the catalogue or a declared card; `text` is the whole fleet."""
     if ":" in entry:
         return _parse_declared_card(entry), None
     # "3090 Ti" is a card's name, although "Ti" could mean tebibytes. "910B" is more likely a card's
@@ -208,6 +209,7 @@ def _parse_declared_card(entry: str) -> Device:
 
 
 def _parse_figure(part: str, entry: str) -> tuple[str, float]:
+    """Return ("rate", FLOPs/s), ("memory_speed", bytes/s) or ("memory", bytes) of a figure."""
     if match := _RATE.fullmatch(part):
         if rate := float(match[1]) * _RATE_UNITS[match[2].lower()]:
             return "rate", rate
@@ -223,6 +225,7 @@ def _parse_figure(part: str, entry: str) -> tuple[str, float]:
 
 
 def _card(product: str, memory_bytes: int) -> Device:
+    """Return the device of a card, its budget being the memory minus `RESERVE_BYTES`."""
     if memory_bytes <= RESERVE_BYTES:
         raise FleetError(
             f"{product} has {format_bytes(memory_bytes)}, of which CUDA reserves "
@@ -239,6 +242,7 @@ def _card(product: str, memory_bytes: int) -> Device:
 
 
 def _parse_size(size: str, text: str, parse: Callable[[str], int] = parse_memory) -> int:
+    """Parse a size of at most `_MOST_BYTES`; errors name the whole text of the fleet."""
     try:
         num_bytes = parse(size)
     except UsageError as error:
@@ -334,6 +338,7 @@ def _parse_max_memory_key(key: object) -> str:
 
 
 def _max_memory_size(key: object, value: object) -> int:
+    """Return the bytes of a value of ``max_memory``, a number or a size with a unit; may be 0."""
     if type(value) is int and value >= 0:
         return value
     if isinstance(value, str):

@@ -151,6 +151,7 @@ class _MappedModel:
     def _reasons(
         self, workload: Workload, tightest: StageBytes, notes: Sequence[str]
     ) -> Iterator[Reason]:
+        """Yield the reasons of the plan, compared with the planner's own plan if it differs."""
         crossings = _crossings(self.device_of)
         yield Reason("device-map", crossing_values(crossings, tightest.free_bytes))
         yield from (Reason("note", {"text": f"{note}."}) for note in notes)
@@ -169,6 +170,7 @@ class _MappedModel:
 def _describe_shortage(
     profile: Profile, problem: PlanProblem, stages: Sequence[StageBytes]
 ) -> InfeasibleError:
+    """Return the error for devices that exceed their budgets, with the missing bytes of each."""
     overfull = [stage for stage in stages if stage.free_bytes < 0]
     missing = [max(stage.allocated_bytes - stage.budget_bytes, 1) for stage in overfull]
     workload = problem.workload
@@ -187,6 +189,7 @@ def _crossings(device_of: Sequence[str]) -> int:
 
 
 def _describe_device(stage: StageBytes) -> str:
+    """Describe by how much a device exceeds its budget, or that fragmentation is the cause."""
     size, budget = stage.allocated_bytes, stage.budget_bytes
     if size <= budget:
         return (

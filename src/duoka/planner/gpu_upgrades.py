@@ -53,7 +53,7 @@ def upgrades(problem: PlanProblem, plan_for: PlanFor) -> list[Upgrade]:
     if not devices:
         return []  # a machine without a GPU: unknown which cards it can hold
     fitting = []
-    for candidates in (_one_more, _one_larger, _more_alike):
+    for candidates in (_one_more, _one_larger, _more_like_largest):
         for text, gpus, new_bytes in candidates(problem.gpus, devices):
             if plan := _plan_on(gpus, problem, plan_for):
                 if text:
@@ -89,7 +89,7 @@ def _one_larger(gpus: str, devices: Sequence[Device]) -> Iterator[Candidate]:
             yield f"a card with {_describe(card)}, {place}", changed, round(card.memory_gib) * GIB
 
 
-def _more_alike(gpus: str, devices: Sequence[Device]) -> Iterator[Candidate]:
+def _more_like_largest(gpus: str, devices: Sequence[Device]) -> Iterator[Candidate]:
     """Yield the fleet with ascending numbers of additional GPUs like its largest one."""
     largest = max(devices, key=lambda device: device.budget_bytes)
     for count in range(1, _max_new(devices) + 1):

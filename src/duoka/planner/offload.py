@@ -26,6 +26,7 @@ def candidates(profile: Profile) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def _runs(profile: Profile) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield each candidate as (bytes, blocks), unsorted."""
     # For blocks of the kinds a b c c d: runs that end with d and, because kind d occurs once, runs
     # that end with the second c. No run ends earlier, because kind c occurs more than once.
     blocks = offloadable(profile)

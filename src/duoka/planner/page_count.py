@@ -97,7 +97,7 @@ def with_pages(
     sizes = sorted({size for stage in tensors for size in stage})
 
     def segments(pages: int) -> list[tuple[bool, int, int]]:
-        # Ascending in the pages; from 10 MiB on a tensor has a smaller segment of its own.
+        # For each tensor a key of its segment, which never falls as pages are added.
         rounded = [
             rounded_bytes(size + growth_bytes * (pages - min_pages)) for size, growth_bytes in sizes
         ]

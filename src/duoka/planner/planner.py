@@ -306,6 +306,7 @@ def _devices_of_blocks(costs: Costs, solution: Solution, fleet: Fleet) -> list[s
 def _make_plan(
     costs: Costs, solution: Solution, peaks: Sequence[StageBytes], problem: PlanProblem
 ) -> Plan:
+    """Make the plan of a solution, given the peak bytes of its stages."""
     profile, fleet = costs.profile, problem.fleet
     device_of = _devices_of_blocks(costs, solution, fleet)
     runs = [(fleet.names[stage.device], stage.start, stage.stop) for stage in solution.stages]
@@ -399,6 +400,7 @@ def _may_fit_on_fewer(problem: PlanProblem, costs: Costs, num_used: int) -> bool
 def _describe_shortage(
     profile: Profile, problem: PlanProblem, shortage: NoPlacement
 ) -> InfeasibleError:
+    """Return the error for a problem without a plan, with a lower bound of the missing bytes."""
     workload, missing_bytes = problem.workload, shortage.shortfall_bytes()
     # A lower bound, which can be almost 0 if the bytes fit and only no cut does.
     is_reported = missing_bytes >= _LEAST_REPORTED_BYTES

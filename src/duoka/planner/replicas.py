@@ -132,6 +132,7 @@ def _restrict(constraints: Constraints, fleet: Fleet, names: Collection[str]) ->
 
 
 def _refuse_senseless(problem: PlanProblem, number: int | Literal["auto"]) -> None:
+    """Refuse an impossible number of replicas, and conditions that apply to a single replica."""
     constraints = problem.constraints
     if number != "auto" and not 1 <= number <= len(problem.fleet.devices):
         raise UsageError(

@@ -136,6 +136,7 @@ class _Judge:
         return parts
 
     def _find_faults(self) -> Faults:
+        """Collect all faults of the map; falsy if there is none."""
         clashes = (key for part in self.parts for m in part.matches.values() for key in m.clash)
         missing = [name for part in self.parts for name in self._missing(part, part.tensors)]
         return Faults(
@@ -200,6 +201,7 @@ class _Judge:
     # ── messages ──
 
     def _describe_faults(self, faults: Faults) -> str:
+        """Return the error message, with one line for each kind of fault."""
         lines = [
             ("has no device for", listed(runs(self._missing_modules()))),
             ("has unknown names", listed(corrections(faults))),
@@ -222,6 +224,7 @@ class _Judge:
                         yield from self._missing(part, tensors)
 
     def _describe_splits(self) -> Iterator[str]:
+        """Describe the modules that the map splits, grouped by their devices."""
         cut: dict[tuple[bool, tuple[str, ...]], list[str]] = {}
         for part in self.parts:
             names = self._split(part)

@@ -65,6 +65,7 @@ class Trial:
         return tuple(self._share(stage, num - number) for number, stage in enumerate(stages))
 
     def _share(self, stage: BlockRange, place: int) -> Share:
+        """Return the share of a stage at a place from the end, even if it exceeds its budget."""
         # A stage beyond its budget is replayed again without a limit, which gives its bytes. If its
         # bytes fit the budget, the stage was refused for fragmentation, and is recorded as one byte
         # more than the budget (`Share.is_fragmented`).

@@ -88,6 +88,7 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
 
 
 def _shares(plan: Plan) -> Iterator[Share]:
+    """Yield the share of each device in use, with the bytes of the plan's forecast."""
     for device in plan.forecast.devices:
         yield Share(
             device=device.device,

@@ -281,6 +281,7 @@ class Problem:
         return np.asarray(np.rint(_PRESSURE_UNITS / (1 + headroom / unit)))
 
     def _programme(self) -> Programme:
+        """Return the programme for the current bounds and exact bytes."""
         return Programme(
             self._tables(),
             self._devices,
