@@ -122,7 +122,7 @@ def _split_count(entry: str) -> tuple[str, int]:
 def _split_entries(body: str) -> Iterator[str]:
     """Split at "+" and commas; commas between a colon and the next "+" belong to a card."""
     # "24GiB,MyCard:12GiB,936GB/s+RTX4090" has two terms. In the first one the text up to the colon
-    # is "24GiB,MyCard", of which only the last name takes the figures behind the colon:
+    # is "24GiB,MyCard", of which only the last name takes the figures after the colon:
     # "24GiB", "MyCard:12GiB,936GB/s", "RTX4090".
     for term in body.split("+"):
         head, colon, figures = term.partition(":")

@@ -92,7 +92,7 @@ def _resize(problem: PlanProblem, size: int) -> Workload:
     """Return the problem's workload with another batch or context."""
     workload = problem.workload
     if problem.largest == "batch" and workload.is_paged:
-        # Enough pages to run so many requests of the full context at the same time.
+        # Enough pages to run `size` requests of the full context at the same time.
         return replace(workload, batch=size, pages=size * least_pages(workload))
     if problem.largest == "batch":
         return replace(workload, batch=size)

@@ -171,6 +171,7 @@ class _GroupSearch:
             )
 
     def _objective_on(self, fleet: Fleet) -> Objective:
+        """Resolve the problem's objective on a fleet: "auto" depends on the speeds of its GPUs."""
         workload = next(with_chunks(self._problem.workload))
         costs = Costs(self._profile, workload, self._problem.replay_cache)
         return resolve_objective(self._problem.objective, costs, fleet)
@@ -228,7 +229,10 @@ class _GroupSearch:
         return tuple(sorted(devices))
 
     def _deal_state(self, state: Counts, deals: dict[Counts, dict[int, _Deal]]) -> dict[int, _Deal]:
-        """Return the best assignment of a state's devices for each number of groups."""
+        """Return the best assignment of a state's devices for each number of groups.
+
+        `deals` has the assignments of all smaller states.
+        """
         if not any(state):
             return {0: _Deal(0, self._join(()), ())}
         # The first free device stays idle, or one of the groups holds it: so every assignment is

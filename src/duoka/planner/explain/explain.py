@@ -38,7 +38,7 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
     UsageError
         If the cache has no profile of the model.
     FormatError
-        If the profile is of another model, or the plan places less than the model.
+        If the profile is of another model, or the plan lacks modules of the model.
 
     Examples
     --------

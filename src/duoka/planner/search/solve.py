@@ -231,7 +231,7 @@ def _fill_in_order(problem: Problem, num_blocks: int, num_devices: int) -> Stage
     # blocks as possible so that the rest fits, in any number of stages that is still possible.
     groups = [problem.group_of(device) for device in range(num_devices)]
     # reach[device][number of stages, block] is True if the blocks from `block` to the end fit this
-    # device and those after it, in so many stages.
+    # device and the devices after it, in this number of stages.
     reach = [np.zeros((num_devices + 1, num_blocks + 1), np.bool_)]
     reach[0][0, -1] = True
     for group in reversed(groups):
