@@ -162,7 +162,7 @@ def printable_name(name: str) -> str:
 
 
 def _split_at_first_number(name: str) -> tuple[str, int | None, str]:
-    """Split a name at its first number: the text before it, the number (or None), the text after."""
+    """Split a name at its first number: the text before, the number or None, the text after."""
     parts = name.split(".")
     for place, part in enumerate(parts):
         # A number with leading zeros ("007") isn't part of a range.
