@@ -73,7 +73,7 @@ def test_the_model_has_to_be_the_one_that_was_planned_for(
     assert run.checkpoint().path == copied
     config = copied / "config.json"
     config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
-    with pytest.raises(FormatError, match="the plan was made"):
+    with pytest.raises(FormatError, match="is not the checkpoint of the plan"):
         run.checkpoint()
 
 

@@ -1,4 +1,4 @@
-"""The parts of an answer: text, reasoning, and calls of tools, in the order of their generation."""
+"""The parts of a generated answer: text, reasoning and tool calls, in order of generation."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ PartKind = Literal["content", "reasoning", "tool_name", "tool_arguments"]
 
 
 class AnswerPart(NamedTuple):
-    """A piece of an answer.
+    """A piece of text of an answer, of one kind.
 
-    A call begins with its "tool_name" and goes on with pieces of "tool_arguments", which make one
-    JSON object together. `call` counts the calls of an answer from 0 on.
+    A tool call is a "tool_name", followed by pieces of "tool_arguments" whose texts together are
+    one JSON object. `call` is the index of the tool call in the answer, from 0.
     """
 
     kind: PartKind

@@ -1,4 +1,4 @@
-"""Every environment variable that duoka reads; the reference page is made from this table."""
+"""Table of all environment variables that duoka reads; docs/cli.md is generated from it."""
 
 from __future__ import annotations
 

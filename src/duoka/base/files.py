@@ -1,4 +1,4 @@
-"""Files and directories: read within a limit, written whole or not at all."""
+"""Files and directories: read within a size limit, written atomically."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SYSTEM = re.compile(r"/(dev|proc|sys)(/(?!shm(/|$)).*)?$")
 
 
 class Stamp(NamedTuple):
-    """Identity of a file's content: differs after the file is rewritten or replaced."""
+    """Identity of a file's content, which changes if the file is rewritten or replaced."""
 
     num_bytes: int
     modified_ns: int
@@ -40,7 +40,7 @@ def why(error: OSError | ValueError) -> str:
 
 
 def cache_directory() -> Path:
-    """Return the cache of reproducible files: DUOKA_CACHE, or `duoka` in the user's cache."""
+    """Return the directory for cached files: DUOKA_CACHE, or `duoka` in the user's cache."""
     if cache := os.environ.get("DUOKA_CACHE"):
         return Path(cache)
     if user_cache := os.environ.get("XDG_CACHE_HOME"):
@@ -48,12 +48,12 @@ def cache_directory() -> Path:
     try:
         return Path.home() / ".cache" / "duoka"
     except RuntimeError:
-        # A user without a home, as in some containers: a path where nothing can be kept.
+        # A user without a home directory, as in some containers: a path where no file can be made.
         return Path(os.devnull) / "duoka"
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file to read; raise ValueError for another kind. Never waits for a pipe."""
+    """Open a regular file to read; raise ValueError for other kinds, without waiting for a pipe."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         file = os.fdopen(descriptor, "rb")
@@ -69,7 +69,7 @@ def open_regular(path: Path) -> BufferedReader:
 def read_bytes(path: Path, *, most_bytes: int) -> bytes:
     """Read a regular file; raise ValueError if larger than `most_bytes`."""
     with open_regular(path) as file:
-        # The size first: reading "at most so much" takes that much memory beforehand.
+        # Check the size first: read(n) allocates n bytes even for a small file.
         size = os.fstat(file.fileno()).st_size
         content = b"" if size > most_bytes else file.read(size + 1)
     if max(size, len(content)) > most_bytes:
@@ -83,13 +83,13 @@ def read_text(path: Path, *, most_bytes: int) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file under another name, then rename the file; no reader sees half of it.
+    """Write a file atomically: under another name, then renamed, so no reader sees a part of it.
 
-    An existing file's permissions are kept. A link is replaced, not followed.
+    An existing file's permissions are kept. A symbolic link is replaced, not followed.
     """
     content = text.encode("utf-8")
-    mode = _mode(path)
-    # Not from `tempfile`, whose files only their owner can read.
+    mode = _mode_to_keep(path)
+    # `tempfile` would make a file that only its owner can read.
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         with partial.open("xb") as file:
@@ -107,7 +107,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def set_new_mode(path: Path) -> None:
-    """Set a new file's permissions by the umask; some libraries give fewer."""
+    """Set a new file's permissions by the umask; some libraries create files with fewer."""
     sample = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     sample.touch()
     shutil.copymode(sample, path)
@@ -116,10 +116,10 @@ def set_new_mode(path: Path) -> None:
 
 @contextmanager
 def whole_directory(path: Path) -> Iterator[Path]:
-    """Yield a directory to fill, renamed to `path` when its content is on the disk.
+    """Yield a temporary directory to fill; at the end it is flushed and renamed to `path`.
 
-    `path` may be absent or an empty directory. After an error nothing is left; after a kill a
-    directory ``.NAME.….partial``.
+    `path` may be absent or an empty directory. After an error the temporary directory is removed;
+    if the process is killed, ``.NAME.….partial`` remains.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     partial.mkdir(parents=True)
@@ -143,10 +143,13 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _mode(path: Path) -> int | None:
-    """Return a file's permissions; None for an absent or unreadable file."""
+def _mode_to_keep(path: Path) -> int | None:
+    """Return the permissions that a rewritten file must keep; None for a new file or a directory.
+
+    Raises OSError for paths of the operating system and for special files.
+    """
     if _SYSTEM.match(str(path.parent.resolve())):
-        # /dev/stdout is a link to what may be a file: renaming would take the link's place.
+        # /dev/stdout may be a link to a regular file: renaming would replace the link.
         raise OSError(errno.EINVAL, "that path belongs to the operating system", str(path))
     try:
         mode = path.stat().st_mode

@@ -8,8 +8,8 @@ import gc
 def freeze_objects() -> None:
     """Exclude all existing objects from garbage collection.
 
-    torch and transformers make some 400,000 permanent objects; scanning all of them would stop
-    every answer for some 0.2 s, again and again.
+    torch and transformers create about 400,000 permanent objects. Each full collection scans all of
+    them, which would pause generation for about 0.2 s.
     """
     gc.collect()
     gc.freeze()

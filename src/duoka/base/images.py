@@ -1,4 +1,4 @@
-"""Images: files and bytes of strangers → pictures for a model's image processor."""
+"""Images: decode untrusted files and bytes into images for a model's image processor."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ MOST_BYTES = 2**26
 LONGEST_PIXELS = 16384
 MOST_PIXELS = 2**26
 _MOST_RATIO = 200
-# Not all that Pillow knows: some formats are read by other programs.
+# A subset of Pillow's formats: Pillow runs external programs to read some others.
 _FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
-# What servers are sent. JPEG 2000's decoder lets nothing else run, for seconds.
+# Formats that servers accept. Without JPEG 2000, whose decoder blocks all threads for seconds.
 WEB_FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
 _SMALLER = "reduce its size; models don't use that many pixels"
 _HINT = "give a PNG, JPEG, WebP, GIF, BMP or TIFF file"
 
 
 def read_image(path: Path) -> Image.Image:
-    """Read the picture of a file; see `decode_image`."""
+    """Read an image file; see `decode_image`."""
     try:
         content = read_bytes(path.expanduser(), most_bytes=MOST_BYTES)
     except (OSError, ValueError, RuntimeError) as error:
@@ -35,15 +35,15 @@ def read_image(path: Path) -> Image.Image:
 
 
 def decode_image(content: bytes, source: str, formats: tuple[str, ...] = _FORMATS) -> Image.Image:
-    """Decode a picture: upright, in RGB of 8 bits, on white where it is transparent.
+    """Decode an image to 8-bit RGB, rotated upright, with transparent parts in white.
 
-    Of several pictures, as in a GIF, the first is taken. Only `formats` are tried.
+    If there are several images, as in a GIF, the first one is decoded. Only `formats` are accepted.
     """
     if not content:
         raise _unreadable(source, "it is empty")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Pillow's about what it puts up with
+            warnings.simplefilter("ignore")  # Pillow warns about defects that it tolerates
             with Image.open(io.BytesIO(content), formats=formats) as image:
                 refuse_size(*image.size)
                 return _rgb(ImageOps.exif_transpose(image))
@@ -60,7 +60,7 @@ def decode_image(content: bytes, source: str, formats: tuple[str, ...] = _FORMAT
 
 
 def refuse_size(width: int, height: int) -> None:
-    """Refuse pictures too large to decode, or too narrow for any model."""
+    """Refuse images that are too large to decode, or too narrow for any model."""
     if max(width, height) > LONGEST_PIXELS or width * height > MOST_PIXELS:
         raise UsageError(
             f"an image of {width}x{height} is too large: at most {LONGEST_PIXELS} pixels a side, "
@@ -81,8 +81,9 @@ def _unreadable(source: str, reason: str, hint: str | None = _HINT) -> UsageErro
 
 
 def _rgb(image: Image.Image) -> Image.Image:
+    """Convert an image to 8-bit RGB on white; raise ValueError for more than 8 bits of gray."""
     if image.mode.startswith(("I", "F")):
-        # Pillow's own conversion would make all that is bright white.
+        # Pillow's conversion to RGB would clip all values above 255 to white.
         raise ValueError("it has more than 8 bits of gray per pixel; save it with 8")
     if not image.has_transparency_data:
         return image.convert("RGB")

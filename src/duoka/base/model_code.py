@@ -1,6 +1,6 @@
-"""Model code: code outside of PyTorch, duoka and the standard library; and errors raised in it.
+"""Model code: code outside of PyTorch, duoka and the standard library, and errors raised there.
 
-PyTorch is located without an import.
+PyTorch is located without importing it.
 """
 
 from __future__ import annotations
@@ -53,13 +53,16 @@ def is_own_code(code: CodeType) -> bool:
 def raised_in(
     error: BaseException, is_wanted: Callable[[CodeType], bool] = is_model_code
 ) -> Spot | None:
-    """Return the innermost code and instruction that an error passed in model code."""
+    """Return the innermost model code in an error's traceback, and its instruction; None if none.
+
+    `is_wanted` selects other code than model code.
+    """
     trace = _innermost(error, is_wanted)
     return None if trace is None else (trace.tb_frame.f_code, trace.tb_lasti)
 
 
 def where_raised(error: BaseException) -> str:
-    """Describe file, line and text of an error in model code; empty outside of model code."""
+    """Describe the file, line and source text where model code raised an error; "" if none did."""
     trace = _innermost(error, is_model_code)
     if trace is None:
         return ""
@@ -69,7 +72,7 @@ def where_raised(error: BaseException) -> str:
 
 
 def _innermost(error: BaseException, is_wanted: Callable[[CodeType], bool]) -> TracebackType | None:
-    """Return the innermost frame of an error whose code satisfies a predicate."""
+    """Return the innermost frame of an error's traceback with wanted code; None if none."""
     innermost, trace = None, error.__traceback__
     while trace is not None:
         if is_wanted(trace.tb_frame.f_code):

@@ -1,4 +1,4 @@
-"""Progress of long calls, as texts for a listener; independent of terminals."""
+"""Progress messages of long calls, passed to a listener such as a terminal."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _listener: ContextVar[Listener | None] = ContextVar("duoka_progress", default=No
 
 
 def say(text: str) -> None:
-    """Pass a text about the next step to the listener, if any."""
+    """Report the next step of a long call to the listener; without a listener do nothing."""
     listener = _listener.get()
     if listener is not None:
         listener(text)
 
 
 def say_import(library: str) -> None:
-    """Report the import of a library, unless it is imported already; some take seconds."""
+    """Report that a library is about to be imported, which may take seconds; not if it was."""
     if library not in sys.modules:
         say(f"importing {library}")
 

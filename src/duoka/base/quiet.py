@@ -15,20 +15,20 @@ from unittest import mock
 
 # transformers imports torchao if installed, which logs about kernels for other hardware, and makes
 # torch and bitsandbytes log.
-_TALKATIVE = ("torchao", "torch.utils._pytree", "bitsandbytes")
-_CURIOUS = ("torchao.", "bitsandbytes.")
+_NOISY_LOGGERS = ("torchao", "torch.utils._pytree", "bitsandbytes")
+_QUERYING_PACKAGES = ("torchao.", "bitsandbytes.")
 
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Let these libraries log errors only, and not initialise CUDA, within a scope."""
-    # torch then looks for GPUs by NVML; by CUDA, no later fork could use CUDA.
+    """Within a scope, let some libraries log errors only, and not initialize CUDA at import."""
+    # torch then looks for GPUs by NVML. Initializing CUDA would keep forked processes from it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    loggers = [logging.getLogger(name) for name in _TALKATIVE]
+    loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
-    curious = _Answers()
+    curious = _CapabilityPatch()
     sys.meta_path.insert(0, curious)
     try:
         yield
@@ -39,15 +39,14 @@ def quiet_libraries() -> Iterator[None]:
             logger.setLevel(level)
 
 
-# Import hooks run before a module is executed. Finding none of the modules itself, the finder gets
-# to know that torchao or bitsandbytes begins its import, and patches torch for as long as the scope
-# lasts.
-class _Answers(MetaPathFinder):
-    """Answers queries of a GPU's capability by libraries during their import.
+# Import hooks are called before a module is executed. This finder never finds a module: it patches
+# torch when the import of torchao or bitsandbytes begins, until the end of the scope.
+class _CapabilityPatch(MetaPathFinder):
+    """Patches torch's query of a GPU's capability while libraries are imported.
 
-    torch would query the GPU, which initialises CUDA in a process that may only plan, or fork
-    later. Until CUDA is initialised the answer is that of a T4, supported by Triton and
-    bitsandbytes.
+    torch would query the GPU, which initializes CUDA in a process that may only plan, or fork
+    later. Until CUDA is initialized, the patched query returns the capability of a T4, which Triton
+    and bitsandbytes support.
     """
 
     def __init__(self) -> None:
@@ -57,7 +56,7 @@ class _Answers(MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> None:
         """Find nothing; patch torch when one of the libraries is imported."""
         torch: Any = sys.modules.get("torch")
-        if not name.startswith(_CURIOUS) or self._is_answering or torch is None:
+        if not name.startswith(_QUERYING_PACKAGES) or self._is_answering or torch is None:
             return
         self._is_answering = True
         triton = import_module("torch.utils._triton")
@@ -77,9 +76,11 @@ class _Answers(MetaPathFinder):
 def _answering(
     real: Callable[..., Any], answer: Any, has_started: Callable[[], bool]
 ) -> Callable[..., Any]:
+    """Wrap `real` to return `answer` to those libraries until `has_started` returns True."""
+
     def function(*args: Any, **kwargs: Any) -> Any:
-        asking = sys._getframe(1).f_globals.get("__name__", "")
-        if asking.startswith(_CURIOUS) and not has_started():
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.startswith(_QUERYING_PACKAGES) and not has_started():
             return answer
         return real(*args, **kwargs)
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def installed_version(name: str) -> str | None:
-    """Return a package's version; None if not installed."""
+    """Return the version of a package; None if the package isn't installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -29,7 +29,7 @@ def unmet_requirements() -> list[str]:
 
 
 def unmet_extras() -> list[str]:
-    """Describe installed libraries of extras with a version outside their range."""
+    """Describe every installed library of an extra whose version is outside its range."""
     return _outside_range("duoka needs", optional=True)
 
 
@@ -50,6 +50,7 @@ def installed_libraries() -> dict[str, str]:
 
 
 def _requirements(*, optional: bool) -> Mapping[str, Requirement]:
+    """Return duoka's requirements by name: those of extras if `optional`, else the others."""
     from packaging.requirements import Requirement
 
     try:

@@ -1,9 +1,9 @@
-"""JSON form of frozen dataclasses: typed, strict, with the path of an unfit field.
+"""JSON form of frozen dataclasses: typed, strict, with the path of an invalid field.
 
 What a stage passes to the next one (a profile, a plan) is a tree of frozen dataclasses. The JSON
 form has one key per field and nothing else. A field that is unknown, missing or of another type is
 an error with the field's path, as in ``Plan.forecast.devices[1].weight_bytes``, so that a file of
-another version never half-fits. Files and versions are the callers' business.
+another version is never partly accepted. Callers read and write the files and check versions.
 
 Each annotation is compiled once into a function from JSON value to Python value (`_reader`);
 containers call the functions of their items.
@@ -30,7 +30,10 @@ _HINT = "the file is damaged, or was written by another version of duoka; create
 
 
 class _Mismatch(Exception):
-    """Value against its annotation; enclosing containers prepend their step to `path`."""
+    """Raised for a value that doesn't match its annotation.
+
+    `path` leads to the value; each enclosing container puts its own step in front.
+    """
 
     def __init__(self, problem: str, path: str = "") -> None:
         super().__init__(problem)
@@ -39,7 +42,7 @@ class _Mismatch(Exception):
 
 
 def to_dict(value: object) -> Any:
-    """Convert a dataclass, with everything in it, into a value for `json.dumps`."""
+    """Convert a dataclass and all nested values to dicts, lists and scalars for `json.dumps`."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_dict(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -57,12 +60,12 @@ def to_dict(value: object) -> Any:
 
 
 def from_dict(cls: type[T], data: object) -> T:
-    """Build a dataclass from its JSON form."""
+    """Build a dataclass from its JSON form; raise FormatError with the path of an invalid field."""
     try:
         return typing.cast(T, _reader(typing.cast(Any, cls))(data))
     except _Mismatch as mismatch:
-        place = f"{cls.__name__}{mismatch.path}"
-        raise FormatError(f"{place}: {mismatch.problem}", hint=_HINT) from mismatch
+        step = f"{cls.__name__}{mismatch.path}"
+        raise FormatError(f"{step}: {mismatch.problem}", hint=_HINT) from mismatch
 
 
 def parse_json_object(text: str | bytes, source: str) -> dict[str, Any]:
@@ -80,7 +83,8 @@ def parse_json_object(text: str | bytes, source: str) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # json keeps the last of equal keys, other readers the first: one file, two meanings.
+    """Convert a JSON object's pairs to a dict; raise ValueError for a key that occurs twice."""
+    # Python keeps the last of two equal keys, other parsers the first: one file, two meanings.
     distinct = dict(pairs)
     if len(distinct) < len(pairs):
         ((doubled, _),) = Counter(name for name, _ in pairs).most_common(1)
@@ -89,6 +93,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _finite(text: str) -> float:
+    """Parse a float; raise ValueError for numbers too large for 64 bits."""
     number = float(text)
     if math.isinf(number):
         raise ValueError(f"{text[:20]} doesn't fit in 64 bits")
@@ -96,6 +101,7 @@ def _finite(text: str) -> float:
 
 
 def _no_constant(name: str) -> float:
+    """Raise ValueError: Python's parser accepts NaN and Infinity, JSON doesn't."""
     raise ValueError(f"{name} is not a JSON number")
 
 
@@ -105,11 +111,11 @@ def _no_constant(name: str) -> float:
 #   devices        tuple[Device, ...]   list → each item by Device's reader
 #   note           str | None           null → None, otherwise text
 #
-# A mismatch travels up as `_Mismatch`; every container puts its step in front of the path, so that
-# the path costs nothing while everything fits.
+# A mismatch is raised as `_Mismatch`, and every enclosing container prepends its step to the path.
+# So the path is computed only for an error.
 @cache
 def _reader(hint: Any) -> _Reader:
-    """Compile an annotation into a reader; cached, because profiles hold many values."""
+    """Compile an annotation into a reader: a function that converts and validates a JSON value."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if is_dataclass(hint):
         return _dataclass_reader(typing.cast(type, hint))
@@ -139,13 +145,15 @@ _SCALARS = {
 
 
 def _scalar_reader(kind: Any) -> _Reader:
+    """Return the reader of a scalar of exactly this type; an integer is accepted for float."""
+
     def read(data: Any) -> object:
         if kind is float and type(data) is int and abs(data) <= sys.float_info.max:
             return float(data)
-        # isinstance would take a bool for an int.
+        # Exact types, because a bool is an instance of int.
         if type(data) is not kind or (kind is float and not math.isfinite(data)):
             raise _Mismatch(f"expected {_SCALARS[kind]}, got {_describe(data)}")
-        if kind is int and not -(2**63) <= data < 2**63:  # larger ones overflow where divided
+        if kind is int and not -(2**63) <= data < 2**63:  # division of larger ones can overflow
             raise _Mismatch(f"expected an integer of 64 bits, got {_describe(data)}")
         return data
 
@@ -153,6 +161,8 @@ def _scalar_reader(kind: Any) -> _Reader:
 
 
 def _literal_reader(choices: tuple[object, ...]) -> _Reader:
+    """Return the reader of a value that must equal one of the choices, in type and value."""
+
     def read(data: object) -> object:
         for choice in choices:
             if type(data) is type(choice) and data == choice:
@@ -164,6 +174,7 @@ def _literal_reader(choices: tuple[object, ...]) -> _Reader:
 
 
 def _union_reader(members: tuple[Any, ...]) -> _Reader:
+    """Return the reader of a union: the first member whose reader accepts the value."""
     optional = type(None) in members
     readers = [_reader(member) for member in members if member is not type(None)]
 
@@ -183,22 +194,26 @@ def _union_reader(members: tuple[Any, ...]) -> _Reader:
     return read
 
 
-def _read_at(form: str, place: object, reader: _Reader, data: object) -> object:
-    """Read an item of a container; a mismatch gets the item's place in front of its path."""
+def _read_at(form: str, step: object, reader: _Reader, data: object) -> object:
+    """Read an item of a container; prepend the item's step to the path of a mismatch.
+
+    `form` formats the step from the item's index, key or field name, as "[{}]" or ".{}".
+    """
     try:
         return reader(data)
     except _Mismatch as mismatch:
-        raise _Mismatch(mismatch.problem, form.format(place) + mismatch.path) from None
+        raise _Mismatch(mismatch.problem, form.format(step) + mismatch.path) from None
 
 
 def _tuple_reader(arguments: tuple[Any, ...]) -> _Reader:
-    is_open = arguments[1:] == (Ellipsis,)
-    readers = [_reader(argument) for argument in arguments[: 1 if is_open else None]]
+    """Return the reader of ``tuple[T, ...]`` (any length) or ``tuple[T, U]`` (exactly two)."""
+    has_any_length = arguments[1:] == (Ellipsis,)
+    readers = [_reader(argument) for argument in arguments[: 1 if has_any_length else None]]
 
     def read(data: object) -> object:
         if not isinstance(data, list):
             raise _Mismatch(f"expected a list, got {_describe(data)}")
-        item_readers = readers * len(data) if is_open else readers
+        item_readers = readers * len(data) if has_any_length else readers
         if len(item_readers) != len(data):
             raise _Mismatch(f"expected {len(item_readers)} items, got {len(data)}")
         pairs = enumerate(zip(item_readers, data, strict=True))
@@ -208,6 +223,7 @@ def _tuple_reader(arguments: tuple[Any, ...]) -> _Reader:
 
 
 def _dataclass_reader(cls: type) -> _Reader:
+    """Return the reader of an object with exactly the fields of a dataclass."""
     hints = typing.get_type_hints(cls)
     readers = {field.name: _reader(hints[field.name]) for field in fields(cls)}
 
@@ -221,7 +237,7 @@ def _dataclass_reader(cls: type) -> _Reader:
         try:
             return cls(**values)
         except (DuokaError, AssertionError, ValueError) as error:
-            # The dataclass validates itself on construction; from a file, that is the file's fault.
+            # The dataclass validates its values on construction: here the file's values are wrong.
             raise _Mismatch(str(error) or "the values contradict each other") from error
 
     return read

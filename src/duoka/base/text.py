@@ -1,4 +1,4 @@
-"""Text: escaping of foreign texts, choices among names, and dotted names."""
+"""Text: escaping of untrusted texts, choices among names, and dotted names."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import TypeVar
 
 from duoka.errors import UsageError
 
-# Control characters, and characters that change the direction of writing, can make a terminal or a
-# page show something else than the text, or do something. Of the category Cf emoji and Persian
-# need some.
+# Control characters, and characters that change the writing direction, can falsify the display of a
+# text or control the terminal. Emoji and Persian texts need two joiners of the category Cf.
 _KEPT = frozenset("\n\t\u200c\u200d")
 _HIDDEN = ("Cc", "Cf", "Cs")
 Name = TypeVar("Name", bound=str)
 
 
 def printable(text: str) -> str:
-    r"""Escape control characters of a terminal."""
+    r"""Escape control, format and surrogate characters, except for newlines, tabs and joiners."""
     if text.isprintable():
         return text
     return "".join(map(_escape, text))
@@ -30,7 +29,7 @@ def _escape(character: str) -> str:
 
 
 def choose(what: str, text: str, names: Sequence[Name]) -> Name:
-    """Return the name equal to a text; raise UsageError for another text."""
+    """Return the name that equals a text; raise UsageError about `what` if none does."""
     for name in names:
         if name == text:
             return name
@@ -46,7 +45,7 @@ def prefixes(name: str) -> Iterator[str]:
 
 
 def longest_prefix(name: str, names: Container[str]) -> str | None:
-    """Return the longest prefix of a dotted name among some names; None without any."""
+    """Return the longest prefix of a dotted name that is among `names`; None if no prefix is."""
     return next((prefix for prefix in prefixes(name) if prefix in names), None)
 
 

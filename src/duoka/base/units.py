@@ -39,12 +39,12 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_memory(text: str) -> int:
-    """Parse a size of memory in its makers' units: 24G, 24GB and 24GiB are equal."""
+    """Parse a memory size as GPU makers write it: 24G, 24GB and 24GiB are all 24 x 1024³ bytes."""
     return parse_bytes(_OF_MEMORY.sub(r"\1iB", text))
 
 
 def exact_bytes(num_bytes: int) -> str:
-    """Format a size exactly, for `parse_bytes`."""
+    """Format a size without rounding, so that `parse_bytes` returns the same number."""
     for unit in ("GiB", "MiB", "KiB"):
         count, rest = divmod(num_bytes, _UNIT_BYTES[unit.upper()])
         if not rest:
@@ -53,12 +53,12 @@ def exact_bytes(num_bytes: int) -> str:
 
 
 def format_count(number: int, noun: str) -> str:
-    """Format a number and a noun, in the plural if needed."""
+    """Format a number and a noun, in the plural unless the number is 1."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def unit_for(largest_bytes: int) -> tuple[str, int]:
-    """Return the unit for a table of sizes, and its bytes."""
+    """Return the unit for a table whose largest size is `largest_bytes`, and the unit's bytes."""
     for unit in ("GiB", "MiB"):
         if largest_bytes >= _UNIT_BYTES[unit.upper()]:
             return unit, _UNIT_BYTES[unit.upper()]

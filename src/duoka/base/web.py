@@ -1,4 +1,4 @@
-"""Fetch pictures from the web within limits, also from strangers' addresses."""
+"""Fetch images from the web within limits of size and time, also from untrusted URLs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .units import format_bytes
 http: Any = sys.modules[HfHubHTTPError.__mro__[1].__module__.partition(".")[0]]
 _SILENT_SECONDS = 15
 _MOST_REDIRECTS = 3
-# Of IPv6 addresses those that are handed out, and those that stand for one of IPv4.
-_HANDED_OUT = ipaddress.IPv6Network("2000::/3")
-_TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
-# A public address by its number, behind which Azure has what a virtual machine alone may ask.
+# IPv6: the addresses that are assigned on the internet, and those that embed an IPv4 address.
+_GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+# Azure's platform services for virtual machines: formally a public address, but not a public host.
 _AZURE = ipaddress.IPv4Address("168.63.129.16")
 
 
@@ -38,42 +38,42 @@ async def fetch(
     address : str
     most_bytes : int
     public_only : bool
-        Whether a stranger names the address. Then only the public internet is reached: all
-        addresses of a name are checked, and the connection goes to a checked address, so a second
-        lookup can't return another one; redirects are checked the same way. Proxies of the
-        environment are not used, because they look names up themselves. Not recognized are a
-        network's own prefixes of NAT64, and public addresses of this machine.
+        True for an untrusted address. Then only hosts of the public internet are reached: all IP
+        addresses of the host are checked, and the connection uses a checked address, so that a
+        second lookup can't return another one. Redirects are checked in the same way. Proxies of
+        the environment are not used, because they look names up themselves. Two cases are not
+        recognized: a network's own NAT64 prefixes, and public addresses of this machine.
     most_seconds : float, optional
-        For everything; 15 seconds of silence end it in any case.
+        Limit for the whole transfer. In any case, 15 seconds without data end it.
 
     Raises
     ------
     UsageError
-        If it can't be fetched within the limits.
+        If the content can't be fetched within the limits.
     """
     try:
         async with asyncio.timeout(most_seconds):
             return await _follow(address, most_bytes, public_only)
     except http.TimeoutException as error:
         reason = f"the server sent nothing for {_SILENT_SECONDS} seconds"
-        raise _unfetched(address, reason) from error
+        raise _fetch_error(address, reason) from error
     except TimeoutError as error:
-        raise _unfetched(
+        raise _fetch_error(
             address, f"the transfer takes more than {most_seconds:g} seconds"
         ) from error
     except (http.HTTPError, http.InvalidURL, ValueError, OSError) as error:
-        raise _unfetched(address, str(error) or type(error).__name__) from error
+        raise _fetch_error(address, str(error) or type(error).__name__) from error
 
 
 def is_public(text: str) -> bool:
     """Return True if an IP address belongs to the public internet."""
     address = ipaddress.ip_address(text)
     if isinstance(address, ipaddress.IPv6Address):
-        if address in _TRANSLATED:
+        if address in _NAT64:
             return is_public(str(ipaddress.IPv4Address(address.packed[-4:])))
         if address.ipv4_mapped is not None:
             return is_public(str(address.ipv4_mapped))
-        if address not in _HANDED_OUT or address.sixtofour is not None:
+        if address not in _GLOBAL_UNICAST or address.sixtofour is not None:
             return False
     return (
         address.is_global
@@ -83,14 +83,15 @@ def is_public(text: str) -> bool:
 
 
 async def _follow(address: str, most_bytes: int, public_only: bool) -> bytes:
+    """Fetch an address, following up to `_MOST_REDIRECTS` redirects."""
     url = http.URL(address)
-    options = {"timeout": _SILENT_SECONDS, "trust_env": not public_only, "verify": _trusted()}
+    options = {"timeout": _SILENT_SECONDS, "trust_env": not public_only, "verify": _tls_context()}
     async with http.AsyncClient(**options) as client:
         for _ in range(_MOST_REDIRECTS + 1):
             response = await _open(client, url, public_only)
             try:
                 if not response.has_redirect_location:
-                    return await _content(response, most_bytes)
+                    return await _read_content(response, most_bytes)
                 url = url.join(response.headers["Location"])
             finally:
                 await response.aclose()
@@ -119,28 +120,28 @@ async def _open(client: Any, url: Any, public_only: bool) -> Any:
 
 
 @cache  # reading all certificates takes tens of milliseconds
-def _trusted() -> ssl.SSLContext:
+def _tls_context() -> ssl.SSLContext:
     context: ssl.SSLContext = http.create_ssl_context()
     return context
 
 
 @cache
-def _lookups() -> ThreadPoolExecutor:
-    """Return threads for lookups: a silent name server blocks a thread, whatever the timeout."""
+def _lookup_threads() -> ThreadPoolExecutor:
+    """Return threads for name lookups, which block: a timeout can't interrupt them."""
     return ThreadPoolExecutor(4, "duoka-lookup")
 
 
 async def _public_addresses(name: str) -> list[str]:
-    """Look up the addresses of a name; ValueError unless all are public."""
+    """Look up the IP addresses of a host; raise ValueError unless all are public."""
     look_up = partial(socket.getaddrinfo, name, None, type=socket.SOCK_STREAM)
-    infos = await asyncio.get_running_loop().run_in_executor(_lookups(), look_up)
+    infos = await asyncio.get_running_loop().run_in_executor(_lookup_threads(), look_up)
     addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))
     if not all(map(is_public, addresses)):
         raise ValueError(f"{name[:80]} has an address outside the public internet")
     return addresses
 
 
-async def _content(response: Any, most_bytes: int) -> bytes:
+async def _read_content(response: Any, most_bytes: int) -> bytes:
     if not response.is_success:
         raise ValueError(f"the server answers with status {response.status_code}")
     content = bytearray()
@@ -153,7 +154,7 @@ async def _content(response: Any, most_bytes: int) -> bytes:
     return bytes(content)
 
 
-def _unfetched(address: str, reason: str) -> UsageError:
+def _fetch_error(address: str, reason: str) -> UsageError:
     return UsageError(
         f"the image {address[:200]!r} can't be fetched: {reason}",
         hint="check the URL, or download the image and give the file",

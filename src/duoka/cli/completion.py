@@ -47,7 +47,12 @@ def completed(program: Any) -> int | None:
     instruction = os.environ.get(_VARIABLE)
     if instruction is None:
         return None
-    os.environ["COLUMNS"] = "1000"  # a completion and its help are one line, not wrapped
-    _typers.completion_init()
-    code: int = _typers.shell_complete(program, {}, "duoka", _VARIABLE, instruction)
-    return code
+    from typer import rich_utils
+
+    width, rich_utils.MAX_WIDTH = rich_utils.MAX_WIDTH, 1000  # a word and its help are one line
+    try:
+        _typers.completion_init()
+        code: int = _typers.shell_complete(program, {}, "duoka", _VARIABLE, instruction)
+        return code
+    finally:
+        rich_utils.MAX_WIDTH = width

@@ -1,8 +1,8 @@
-"""Calibration: measured speeds and overhead of GPUs, kept on disk by product, driver and torch.
+"""Calibration: measured speeds and overhead of GPUs, cached on disk by product, driver and torch.
 
-One file holds everything measured under one version of the driver and of torch. A file that can't
-be read, or was changed by another program, counts as not measured. The measuring itself is in
-`tools.bench.calibrate`; here the figures are applied to the devices and links of a fleet.
+One file has all measurements under one version of the driver and of torch. An invalid or unreadable
+file counts as no measurement. `tools.bench.calibrate` measures; this module stores the figures and
+applies them to the devices and links of a fleet.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ _MEASURED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFigures:
-    """Figures of one product, by NVML's name.
+    """Measured figures of one product, by NVML's name.
 
-    `memory_bytes` is the whole memory: two products may share a name. `overhead_bytes` is the
-    memory of a process outside torch's allocator, after generation. The memory's speed is that of a
-    product of a matrix with a single row, as in decoding; FLOPs are of square matrices in 16 and
-    32 bit; `launch_seconds` is a small model's decode step divided by its kernel launches. Host
-    bytes are read from pinned memory; None where there is none.
+    - `memory_bytes`: the whole memory, because two products may have the same name
+    - `overhead_bytes`: memory of a process outside torch's allocator, after generation
+    - `memory_bytes_per_second`: rate of a matrix product with a single row, as in decoding
+    - `flops_per_second`, `float32_flops_per_second`: rates with square matrices, in 16 and 32 bit
+    - `launch_seconds`: time of a small model's decode step, divided by its kernel launches
+    - `host_bytes_per_second`: rate of copies from pinned memory; None if it can't be pinned
     """
 
     product: str
@@ -54,9 +55,9 @@ class GpuFigures:
 
     @property
     def reserve_bytes(self) -> int:
-        """Reserve: the overhead plus a margin, an eighth of it and at least 64 MiB.
+        """Bytes to reserve outside the budget: the overhead, plus an eighth or at least 64 MiB.
 
-        The margin is for kernels that are loaded later than the measurement.
+        This margin is for kernels that are loaded after the measurement.
         """
         # 500 MiB of overhead get a margin of 64 MiB, 800 MiB one of 100 MiB.
         margin = max(self.overhead_bytes // _MARGIN_SHARE, _LEAST_MARGIN_BYTES)
@@ -65,7 +66,7 @@ class GpuFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkFigures:
-    """Figures of the link from one GPU to another, by UUID."""
+    """Measured figures of the link from one GPU to another, both by UUID."""
 
     source: str
     target: str
@@ -75,7 +76,7 @@ class LinkFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """All figures under one version of the driver and of torch."""
+    """All figures that were measured under one version of the driver and of torch."""
 
     driver: str
     torch: str
@@ -83,37 +84,43 @@ class Calibration:
     links: tuple[LinkFigures, ...] = ()
 
     def of_product(self, product: str, memory_bytes: int | None) -> GpuFigures | None:
-        """Find the figures of a product; the memory decides between two of the same name."""
+        """Find the figures of a product; its memory decides between products of the same name.
+
+        None if no product of this name and approximate memory was measured.
+        """
         namesakes = [figures for figures in self.gpus if figures.product == product]
         if memory_bytes is None or not namesakes:
             return namesakes[0] if len(namesakes) == 1 else None
         nearest = min(namesakes, key=lambda kind: abs(kind.memory_bytes - memory_bytes))
-        # Drivers keep a little of the memory for themselves, more or less.
+        # The reported memory varies a little, because drivers reserve a part of it.
         is_near = abs(nearest.memory_bytes - memory_bytes) * 16 < memory_bytes
         return nearest if is_near else None
 
     # Figures are keyed by product and memory, links by both UUIDs: a later calibration of some GPUs
-    # replaces theirs and keeps the rest.
+    # replaces their figures and keeps all others.
     def joined(self, newer: Calibration) -> Calibration:
-        """Return the calibration with newer figures added or in the place of older ones."""
+        """Return the calibration with newer figures, which replace older ones of the same GPUs."""
         gpus = {(gpu.product, gpu.memory_bytes): gpu for gpu in (*self.gpus, *newer.gpus)}
         links = {(link.source, link.target): link for link in (*self.links, *newer.links)}
         return replace(newer, gpus=tuple(gpus.values()), links=tuple(links.values()))
 
 
 def torch_version() -> str:
-    """Return torch's version without an import; empty if not installed."""
+    """Return torch's version without importing it; "" if torch isn't installed."""
     return installed_version("torch") or ""
 
 
 def path_for(driver: str) -> Path:
-    """Return the file for this driver and the installed torch."""
+    """Return the path of the file for this driver's version and the installed torch."""
     key = hashlib.sha256(json.dumps([_VERSION, driver, torch_version()]).encode()).hexdigest()
     return cache_directory() / "calibration" / f"{key[:32]}.json"
 
 
 def read_calibration(driver: str) -> Calibration:
-    """Read the calibration for this driver and the installed torch; empty without any."""
+    """Read the calibration for this driver's version and the installed torch.
+
+    It has no figures if there is no valid file.
+    """
     nothing = Calibration(driver=driver, torch=torch_version())
     try:
         content = read_text(path_for(driver), most_bytes=_MOST_BYTES)
@@ -124,7 +131,7 @@ def read_calibration(driver: str) -> Calibration:
 
 
 def keep_calibration(measured: Calibration) -> Path:
-    """Add figures to the file; it is replaced whole or not at all."""
+    """Add figures to the file of their driver and torch; return its path."""
     path = path_for(measured.driver)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(to_dict(read_calibration(measured.driver).joined(measured))))
@@ -132,7 +139,7 @@ def keep_calibration(measured: Calibration) -> Path:
 
 
 def with_figures(device: Device, figures: GpuFigures | None) -> Device:
-    """Return the device with measured speeds; the budget's reserve is unchanged."""
+    """Return the device with measured speeds; unchanged for None. The reserve is not changed."""
     if figures is None:
         return device
     measured = tuple(name for name in _MEASURED if getattr(figures, name) is not None)
@@ -144,7 +151,7 @@ def with_figures(device: Device, figures: GpuFigures | None) -> Device:
 def with_links(
     links: Iterable[Link], uuids: Mapping[str, str], measured: Calibration
 ) -> tuple[Link, ...]:
-    """Return the links with measured speeds; `uuids` maps device names to UUIDs."""
+    """Return the links with measured speeds where known; `uuids` maps device names to UUIDs."""
     by_pair = {(link.source, link.target): link for link in links}
     names = {uuid: name for name, uuid in uuids.items()}
     for figures in measured.links:

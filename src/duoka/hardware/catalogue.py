@@ -44,7 +44,7 @@ class Nvlink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """A product; `gpus.toml` explains the fields."""
+    """A GPU model; `gpus.toml` explains the fields."""
 
     name: str
     aliases: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ class Card:
 @cache
 def cards() -> tuple[Card, ...]:
     """Return all cards, in the file's order."""
-    # Most cards leave these out; `from_dict` needs every field.
+    # `from_dict` needs every field; these are absent for most cards.
     absent = dict.fromkeys(("usable_seen", "pcie", "nvlink", "compute_capability"))
     text = files(__package__).joinpath("gpus.toml").read_text(encoding="utf-8")
     return tuple(
@@ -88,21 +88,21 @@ def cards() -> tuple[Card, ...]:
 
 
 def is_card(text: str) -> bool:
-    """Return True for the name of a card."""
-    return _find_exact(text) is not None
+    """Return True if the text is the name of a card, perhaps with its memory."""
+    return _find_known_card(text) is not None
 
 
 def find_card(text: str) -> Card:
     """Find a card by name; for an unknown one raise UsageError with the nearest names."""
     name = text.strip()
-    card = _find_exact(name)
+    card = _find_known_card(name)
     if card is not None:
         return card
-    words = _words(name)
+    words = _split_words(name)
     matches = [
         card.name
         for card in cards()
-        if any(_words(alias)[: len(words)] == words for alias in (card.name, *card.aliases))
+        if any(_split_words(alias)[: len(words)] == words for alias in (card.name, *card.aliases))
     ]
     if words and matches:
         num_hidden = len(matches) - _MOST_SHOWN
@@ -123,7 +123,7 @@ def find_card(text: str) -> Card:
 #   "NVIDIA GeForce RTX 4090", "rtx-4090"   key "rtx4090"
 #   "A100 80G"                              key of "A100" + "80GB", as "A100" is several cards
 #   "RTX 6000"                              words "rtx 6000" begin two cards: refused with both
-def _find_exact(text: str) -> Card | None:
+def _find_known_card(text: str) -> Card | None:
     """Find a card by name, perhaps with its memory: "A100 80G", "24GB RTX 3090"."""
     cards_by_name = _by_name()
     card = cards_by_name.get(_key(text))
@@ -137,7 +137,7 @@ def _find_exact(text: str) -> Card | None:
 
 
 def of_product(product: str, total_bytes: int | None) -> Card | None:
-    """Find a card by NVML's name; the memory decides between two cards of the same name."""
+    """Find a card by NVML's name, the nearest in memory of several; None if it isn't listed."""
     key = _key(product)
     matches = [card for card in cards() if any(_key(name) == key for name in card.products)]
     if total_bytes is None or len(matches) < 2:
@@ -146,13 +146,13 @@ def of_product(product: str, total_bytes: int | None) -> Card | None:
 
 
 def _key(name: str) -> str:
-    """Normalise a name: lower case, without spaces, hyphens and makers."""
+    """Convert a name to lower case, without spaces, hyphens and the maker's name."""
     bare = _NOISE.sub("", name.strip().lower())
     return _MAKERS.sub("", bare) or bare
 
 
-def _words(name: str) -> list[str]:
-    """Split a name into words; letters behind a number begin a word: "4060Ti" is "4060 Ti"."""
+def _split_words(name: str) -> list[str]:
+    """Split a name into words; letters after a number start a new word: "4060Ti" is "4060 Ti"."""
     words = re.findall(r"[a-z]*\d+(?:gb)?|[a-z]+", name.lower())
     return [word for word in words if word not in ("nvidia", "geforce", "tesla")]
 

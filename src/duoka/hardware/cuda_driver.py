@@ -1,10 +1,10 @@
 """CUDA driver: the GPUs visible to this process, in CUDA's own order.
 
-The driver is queried directly (``libcuda``, through ctypes), because it alone knows the effect of
-CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER: its third GPU is torch's ``cuda:2``. If CUDA isn't
-initialised in this process, a short child process queries instead: after initialisation a forked
-child couldn't use CUDA, and CUDA_VISIBLE_DEVICES could no longer be set. No GPU gets a context, and
-no memory is taken.
+The driver is queried directly (``libcuda``, through ctypes), because only the driver knows the
+effect of CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER: its third GPU is torch's ``cuda:2``. If CUDA
+isn't initialized in this process, a short child process makes the query. Initialization would keep
+forked children from using CUDA, and later changes of CUDA_VISIBLE_DEVICES would have no effect. The
+query creates no CUDA context and uses no GPU memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LIBRARY = "libcuda.so.1"
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 _SUCCESS, _NOT_INITIALIZED, _NO_DEVICE = 0, 3, 100
 _MOST_SECONDS = 60.0
-# Run isolated: it imports the standard library and this duoka, nothing else.
+# Runs in isolated mode: imports the standard library and this copy of duoka only.
 _CHILD = """
 import sys
 sys.path.append(sys.argv[1])
@@ -31,7 +31,7 @@ from duoka.hardware import cuda_driver
 cuda_driver.report()
 """
 _RESTART = "restart the machine, or reinstall the driver"
-# Numbers and meanings of cuda.h's CUresult.
+# Values of cuda.h's CUresult: the meaning, and a hint.
 _FAULTS = {
     34: (
         "the library found is the CUDA toolkit's stub for linking",
@@ -66,12 +66,13 @@ def visible_uuids(library: Any = None) -> tuple[str, ...]:
 
 
 def report() -> None:
-    """Write the visible GPUs to stdout; the entry of the child process."""
-    sys.stdout.write(json.dumps(_query(_load())))  # where this fails, the parent queries itself
+    """Write the visible UUIDs to stdout as JSON; the child process runs this function."""
+    sys.stdout.write(json.dumps(_query(_load())))  # if this fails, the parent queries itself
 
 
 def _query_in_child(library: Any) -> tuple[str, ...]:
-    # A frozen program would start itself again.
+    """Query the visible UUIDs in a child process; in this process if no child can be started."""
+    # In a frozen program, `sys.executable` is the program itself, not Python.
     if not sys.executable or getattr(sys, "frozen", False):
         return _query(library)
     path = str(Path(__file__).resolve().parents[2])
@@ -90,10 +91,11 @@ def _query_in_child(library: Any) -> tuple[str, ...]:
             hint=f"check the GPUs with nvidia-smi; {_RESTART}",
         ) from None
     except (OSError, subprocess.SubprocessError, ValueError):
-        return _query(library)  # it has an error to raise, or no child process can be started
+        return _query(library)  # raises the driver's error, or works if only the child failed
 
 
 def _query(library: Any) -> tuple[str, ...]:
+    """Initialize CUDA in this process and return the visible UUIDs, in CUDA's order."""
     result = library.cuInit(0)
     if result == _NO_DEVICE:
         return ()
@@ -104,13 +106,16 @@ def _query(library: Any) -> tuple[str, ...]:
 
 
 def restriction() -> str | None:
-    """Return CUDA_VISIBLE_DEVICES without control characters; None if unset."""
+    """Return CUDA_VISIBLE_DEVICES in printable characters, shortened; None if unset."""
     value = os.environ.get(VARIABLE)
     return None if value is None else "".join(sign for sign in value if sign.isprintable())[:200]
 
 
 def renumbered() -> list[int]:
-    """Return the numbers in CUDA_VISIBLE_DEVICES, the n-th for ``cuda:n``; empty if unchanged."""
+    """Return the numbers in CUDA_VISIBLE_DEVICES, the n-th for ``cuda:n``.
+
+    Empty if every GPU keeps its number, or if the variable is unset or not a list of numbers.
+    """
     texts = [text.strip() for text in os.environ.get(VARIABLE, "").split(",")]
     if not all(text.isascii() and text.isdecimal() and len(text) < 5 for text in texts):
         return []
@@ -119,12 +124,13 @@ def renumbered() -> list[int]:
 
 
 def describe_renumbered() -> str:
-    """Describe the numbers by CUDA_VISIBLE_DEVICES; empty if every GPU keeps its number."""
+    """Describe how CUDA_VISIBLE_DEVICES renumbers the GPUs; "" if it doesn't."""
     pairs = [f"{number} is cuda:{place}" for place, number in enumerate(renumbered())]
     return f"{VARIABLE}={restriction()}: {', '.join(pairs)} in this process" if pairs else ""
 
 
 def _load() -> Any:
+    """Load the driver's library; raise FleetError if it isn't installed."""
     try:
         return ctypes.CDLL(LIBRARY)
     except OSError:
@@ -136,9 +142,10 @@ def _load() -> Any:
 
 
 def _uuid(library: Any, ordinal: int) -> str:
+    """Return the UUID of CUDA's device number `ordinal`, without NVML's prefix."""
     device = ctypes.c_int()
     _check(library.cuDeviceGet(ctypes.byref(device), ordinal), f"while opening cuda:{ordinal}")
-    # The second version tells apart the parts of a GPU in MIG mode; drivers before 470 lack it.
+    # `_v2` returns different UUIDs for the instances of a GPU in MIG mode; new in driver 470.
     get_uuid = getattr(library, "cuDeviceGetUuid_v2", None) or library.cuDeviceGetUuid
     octets = (ctypes.c_ubyte * 16)()
     _check(get_uuid(ctypes.byref(octets), device), f"while identifying cuda:{ordinal}")
@@ -147,6 +154,7 @@ def _uuid(library: Any, ordinal: int) -> str:
 
 
 def _check(result: int, what: str) -> None:
+    """Raise FleetError if a call of the driver failed; `what` says when."""
     if result != _SUCCESS:
         reason, hint = _FAULTS.get(result, ("an unknown error", _RESTART))
         raise FleetError(f"CUDA's driver fails {what}: {reason} (CUresult {result})", hint=hint)

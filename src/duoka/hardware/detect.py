@@ -1,4 +1,4 @@
-"""Detection: the GPUs of this machine, and the usable subset of this process.
+"""Detection: the GPUs of this machine, and those that this process can use.
 
 NVML lists the GPUs in `nvidia-smi`'s order; CUDA lists the ones visible to this process, with its
 own numbers. The two lists are joined by UUID, never by number.
@@ -29,7 +29,7 @@ _BARE_NUMBER = (
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Reason against using a GPU: a word, a sentence, and the advice."""
+    """Reason why a GPU can't be used: a short `state`, a sentence, and advice."""
 
     state: str
     reason: str
@@ -41,7 +41,7 @@ _DIVIDED = Trouble(
     reason="it is in MIG mode, and only its instances can compute",
     advice=f"use an instance by its UUID, and make it visible: {cuda_driver.VARIABLE}=MIG-…",
 )
-_UNTOLD = Trouble(
+_NO_MEMORY_DATA = Trouble(
     state="memory unknown",
     reason="the driver doesn't report its memory",
     advice='give a budget instead: "24GiB"',
@@ -52,9 +52,10 @@ _FELL_OFF = "it may have fallen off the bus (`dmesg | grep -i xid` shows it); re
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresentGpu:
-    """A GPU of this machine, or an instance of a GPU in MIG mode; with `trouble` if unusable.
+    """A GPU of this machine, or an `instance` of a GPU in MIG mode.
 
-    `torch_name` is torch's name in this process; None if torch doesn't see the GPU.
+    `figures` are measured ones, None if not calibrated. `torch_name` is torch's name in this
+    process, None if the GPU is hidden from torch. `trouble` is None if the GPU can be used.
     """
 
     gpu: nvml.NvmlGpu
@@ -70,7 +71,7 @@ class PresentGpu:
 
     @property
     def label(self) -> str:
-        """Name in errors."""
+        """Name in error messages."""
         index = self.gpu.index
         return f"GPU {index}" if self.instance is None else f"an instance of GPU {index}"
 
@@ -86,17 +87,20 @@ class PresentGpu:
 
     @property
     def budget_bytes(self) -> int | None:
-        """Budget of torch's allocator, a multiple of `STEP_BYTES`; can be negative."""
+        """Free memory minus the reserve, in whole `STEP_BYTES`; negative if less is free.
+
+        None if the driver doesn't report the free memory.
+        """
         free = self.part.free_bytes
         return None if free is None else (free - self.kept_bytes) // STEP_BYTES * STEP_BYTES
 
     @property
     def kept_bytes(self) -> int:
-        """Reserve for CUDA."""
+        """Reserve outside torch's allocator: measured, or else `RESERVE_BYTES`."""
         return RESERVE_BYTES if self.figures is None else self.figures.reserve_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON's types."""
+        """Convert to a dict for `json.dumps`."""
         return {
             "name": self.name,
             "torch_name": self.torch_name,
@@ -116,7 +120,7 @@ def is_detected(text: str) -> bool:
 
 
 def detect(which: str | None = None) -> FleetParts:
-    """Find the usable GPUs of this machine, or the given GPUs, and their links."""
+    """Find all usable GPUs of this machine, or the GPUs listed in `which`, and their links."""
     view = _View()
     gpus = view.usable() if which is None else view.choose(which)
     names = [gpu.torch_name or "" for gpu in gpus]
@@ -133,9 +137,9 @@ def survey() -> tuple[list[PresentGpu], list[tuple[str, str, Way]]]:
 
 
 def tells_memory() -> bool:
-    """Return True if a driver reports the free memory of a GPU.
+    """Return True if a driver reports the free memory of any GPU.
 
-    It doesn't on machines whose GPU shares the processor's memory.
+    It doesn't for GPUs that share the CPU's memory.
     """
     with suppress(FleetError):
         return any(gpu.free_bytes is not None for gpu in nvml.read().gpus)
@@ -153,7 +157,7 @@ def describe_numbers(devices: Sequence[Device]) -> str:
 
 
 def _describe_numbers(pairs: Sequence[tuple[str, int]]) -> str:
-    """Describe pairs of torch's name and `nvidia-smi`'s number; empty if all are equal."""
+    """Describe pairs of torch's name and `nvidia-smi`'s number; "" if all numbers are equal."""
     if all(name == f"cuda:{number}" for name, number in pairs):
         return ""
     texts = [f"{name} is nvidia-smi's GPU {number}" for name, number in pairs]
@@ -161,6 +165,7 @@ def _describe_numbers(pairs: Sequence[tuple[str, int]]) -> str:
 
 
 def _visible(machine: nvml.Machine) -> tuple[str, ...]:
+    """Return the UUIDs visible to this process; an error names the lost GPUs, a possible cause."""
     try:
         return cuda_driver.visible_uuids()
     except FleetError as error:
@@ -180,8 +185,8 @@ def _visible(machine: nvml.Machine) -> tuple[str, ...]:
 #   UUID                GPU-a    GPU-b    GPU-c    GPU-d      ← the common key
 #   CUDA, torch         hidden   cuda:1   hidden   cuda:0     → Device.name
 #
-# NVML tells memory, processes and links; CUDA tells which GPUs are visible, and their order. A GPU
-# in MIG mode is replaced by its instances, each with a UUID of its own.
+# NVML reports memory, processes and links; CUDA reports which GPUs are visible, and their order. A
+# GPU in MIG mode is followed by its instances, each with a UUID of its own.
 class _View:
     """The machine's GPUs, as visible to this process."""
 
@@ -194,7 +199,7 @@ class _View:
                 gpu=gpu,
                 instance=instance,
                 figures=self.calibration.of_product(part.name, part.total_bytes),
-                torch_name=names.get(_bare(part.uuid)),
+                torch_name=names.get(_strip_uuid_prefix(part.uuid)),
             )
             for gpu in machine.gpus
             for instance in (None, *gpu.instances)
@@ -211,7 +216,7 @@ class _View:
             )
             for gpu in machine.lost
         ]
-        answering = [replace(gpu, trouble=_trouble(gpu, numbers)) for gpu in gpus]
+        answering = [replace(gpu, trouble=_find_trouble(gpu, numbers)) for gpu in gpus]
         self.gpus = sorted([*answering, *lost], key=lambda gpu: gpu.gpu.index)
 
     def usable(self) -> list[PresentGpu]:
@@ -235,6 +240,7 @@ class _View:
         return gpus
 
     def _find_gpu(self, text: str) -> PresentGpu:
+        """Find a GPU by `nvidia-smi`'s index, its UUID, or an unambiguous beginning of its UUID."""
         if _INDEX.fullmatch(text):
             for gpu in self.gpus:
                 if gpu.name == str(int(text)):
@@ -244,7 +250,7 @@ class _View:
             raise self._error(f"{text[:60]!r} is neither the index nor the UUID of a GPU")
         prefix = text.lower()
         matches = [gpu for gpu in self.gpus if gpu.part.uuid.lower().startswith(prefix)]
-        # A whole UUID may be the beginning of another.
+        # A complete UUID that is also the beginning of another one means its own GPU.
         matches = [gpu for gpu in matches if gpu.part.uuid.lower() == prefix] or matches
         if len(matches) != 1:
             count = f"{len(matches)} GPUs have UUIDs that begin with" if matches else ""
@@ -253,11 +259,11 @@ class _View:
 
     def _error(self, message: str, advice: str | None = None) -> FleetError:
         lines = [advice] if advice else []
-        gpu_lines = map(_line, self.gpus) if self.gpus else ["  no GPU"]
+        gpu_lines = map(_describe_gpu, self.gpus) if self.gpus else ["  no GPU"]
         return FleetError(message, hint="\n".join([*lines, "this machine has", *gpu_lines]))
 
 
-def _line(gpu: PresentGpu) -> str:
+def _describe_gpu(gpu: PresentGpu) -> str:
     """Describe a GPU in a line of a list."""
     part, about = gpu.part, [f"  {gpu.gpu.index}", *filter(None, (gpu.part.name, gpu.part.uuid))]
     if part.free_bytes is not None and part.total_bytes is not None:
@@ -269,14 +275,17 @@ def _line(gpu: PresentGpu) -> str:
     return "  ".join(about)
 
 
-def _trouble(gpu: PresentGpu, numbers: str) -> Trouble | None:
-    """Find the reason against using a GPU; `numbers` describes CUDA's numbers of the others."""
+def _find_trouble(gpu: PresentGpu, numbers: str) -> Trouble | None:
+    """Return the reason why a GPU can't be used; None if usable.
+
+    `numbers` describes CUDA's numbers of the visible GPUs, for the advice.
+    """
     if gpu.instance is None and gpu.gpu.is_mig:
         return _DIVIDED
     if gpu.torch_name is None:
-        return _hidden(gpu, numbers)
+        return _describe_hidden(gpu, numbers)
     if gpu.part.free_bytes is None:
-        return _UNTOLD
+        return _NO_MEMORY_DATA
     if gpu.budget_bytes is not None and gpu.budget_bytes <= 0:
         return Trouble(
             state="full",
@@ -293,7 +302,8 @@ def _trouble(gpu: PresentGpu, numbers: str) -> Trouble | None:
     return None
 
 
-def _hidden(gpu: PresentGpu, numbers: str) -> Trouble:
+def _describe_hidden(gpu: PresentGpu, numbers: str) -> Trouble:
+    """Return the trouble of a GPU that torch doesn't see, with advice how to make it visible."""
     value = cuda_driver.restriction()
     by = "CUDA" if value is None else f"{cuda_driver.VARIABLE}={value!r}"
     if gpu.instance is not None:
@@ -306,12 +316,13 @@ def _hidden(gpu: PresentGpu, numbers: str) -> Trouble:
     return Trouble(state="hidden", reason=f"it is hidden from this process by {by}", advice=advice)
 
 
-def _bare(uuid: str) -> str:
-    """Strip NVML's prefix of a UUID, absent in CUDA."""
+def _strip_uuid_prefix(uuid: str) -> str:
+    """Strip the prefix that NVML's UUIDs have and CUDA's don't; in lower case."""
     return uuid.lower().removeprefix("gpu-").removeprefix("mig-")
 
 
 def _device(gpu: PresentGpu) -> Device:
+    """Make the device of a usable GPU: catalogue speeds, overridden by measured ones."""
     part, budget = gpu.part, gpu.budget_bytes
     assert budget is not None, "usable GPUs have a budget"
     assert gpu.torch_name is not None, "torch sees usable GPUs"
@@ -338,7 +349,7 @@ def _device(gpu: PresentGpu) -> Device:
 
 def _way(source: PresentGpu, target: PresentGpu) -> Way | None:
     if source.instance or target.instance:
-        return None  # instances have no direct way, and no published speed
+        return None  # instances have no direct connection, and no published speed
     speed = _nvlink_speed(source.gpu, target.gpu)
     if speed is not None:
         return by_nvlink(speed)
@@ -349,7 +360,7 @@ def _way(source: PresentGpu, target: PresentGpu) -> Way | None:
 # the PCI address of the other; then only that end's links count. Otherwise both must have links to
 # switches (NVSwitch), and the slower sum of the two limits a copy.
 def _nvlink_speed(*pair: nvml.NvmlGpu) -> float | None:
-    """Return bytes per second in one direction, of a direct link or through switches."""
+    """Return NVLink bytes per second in one direction, direct or by switches; None if unknown."""
     for source, target in (pair, reversed(pair)):
         for peer in source.peers:
             if peer.kind == "gpu" and peer.pci_address and peer.pci_address == target.pci_address:
@@ -359,6 +370,9 @@ def _nvlink_speed(*pair: nvml.NvmlGpu) -> float | None:
 
 
 def _connector(gpu: nvml.NvmlGpu) -> tuple[int | None, int | None]:
-    """Return PCIe generation and lanes; an idle card lowers its generation, but not its lanes."""
+    """Return the PCIe generation and lanes; None for unknown ones.
+
+    The maximal generation, because an idle card lowers the current one; the current lanes.
+    """
     generation = gpu.max_pcie_generation or gpu.pcie_generation
     return generation, gpu.pcie_lanes or gpu.max_pcie_lanes

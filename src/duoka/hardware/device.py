@@ -1,4 +1,4 @@
-"""Device and link: a place for modules, and the speed from one device to another."""
+"""Device and link: the properties of one device, and the speed of copies between two."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .gpu_generation import workspace_bytes
 
 MAX_DEVICES = 64
 RESERVE_BYTES = 768 * 2**20
-"""Reserve of a real GPU outside torch's allocator: CUDA's context, and kernels and libraries loaded
-on first use."""
+"""Memory of a real GPU to keep out of the budget of torch's allocator: for CUDA's context, and for
+kernels and libraries that are loaded at first use."""
 STEP_BYTES = 64 * 2**20
-"""Step of the budgets of this machine's GPUs: free memory differs by a few MiB from a card to its
-twin, and the search can exchange cards of equal budgets."""
+"""Budgets of this machine's GPUs are multiples of this size: the free memory of identical cards
+differs by a few MiB, but the search is faster for cards with equal budgets."""
 
 _NAME = re.compile(r"[a-z]+(:(0|[1-9][0-9]{0,3}))?", re.ASCII)
 _SPEEDS = (
@@ -41,15 +41,15 @@ class Device:
     product, uuid, pci_address : str
         NVML's name, identity and address; empty if unknown.
     memory_bytes : int, optional
-        The whole memory, used or not. None if only a budget was declared.
+        The total memory. None if only a budget was declared.
     reserve_bytes : int
         Bytes outside the budget (`RESERVE_BYTES`, plus less than `STEP_BYTES` for a GPU of this
         machine). Budget and reserve add up to the free memory, or, for a declared GPU, to the
         memory offered by an empty one.
     memory_bytes_per_second, flops_per_second : float, optional
-        Rates of its memory and of dense matrix products in 16 bit. None if unknown.
+        Rates of the memory and of dense matrix products in 16 bit. None if unknown.
     has_bfloat16 : bool, optional
-        True if it computes in bfloat16, as NVIDIA's from Ampere on. None if unknown.
+        True if the device computes in bfloat16, as NVIDIA GPUs from Ampere on. None if unknown.
     float32_flops_per_second : float, optional
         Rate of dense matrix products in 32 bit.
     launch_seconds : float, optional
@@ -107,7 +107,7 @@ class Device:
 
     @property
     def speeds(self) -> tuple[float | None, ...]:
-        """All rates, equal for equally fast devices."""
+        """All properties that the speed of computing depends on; equal for equally fast devices."""
         return (
             self.memory_bytes_per_second,
             self.flops_per_second,
@@ -119,7 +119,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Speed of copies from one device to another; the way back is a separate link.
+    """Speed of copies from one device to another; the opposite direction is a separate link.
 
     Parameters
     ----------
@@ -127,8 +127,8 @@ class Link:
         Names of two devices.
     bytes_per_second, latency_seconds : float
     measured : bool
-        True for measured figures; otherwise they follow from the connectors in the driver's or
-        the catalogue's data.
+        True if the figures are measured; otherwise they are estimates from the connectors that the
+        driver or the catalogue reports.
 
     Raises
     ------
@@ -153,4 +153,4 @@ class Link:
 
 
 FleetParts = tuple[tuple[Device, ...], tuple[Link, ...]]
-"""Devices and the links between them, before they are a fleet."""
+"""The devices and links to make a `Fleet` of."""

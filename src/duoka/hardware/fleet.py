@@ -1,8 +1,8 @@
 """Fleet: usable devices with their budgets, and the links between them.
 
 A device's name is torch's: ``cuda:0``, ``cpu``, ``vgpu:1``. A budget limits the memory *reserved*
-by the caching allocator; CUDA's context and library overhead come on top, and were subtracted when
-a budget was made from free memory.
+by the caching allocator. CUDA's context and library overhead are not part of a budget: they are
+subtracted when a budget is derived from free memory.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Fleet:
     devices : tuple of Device
         In the user's order.
     links : tuple of Link
-        Known links; a pair without a link has an unknown speed.
+        Known links; the speed between two devices without a link is unknown.
 
     Raises
     ------
     FleetError
-        If there is no device, more than `MAX_DEVICES`, or a doubled name.
+        If there is no device, if there are more than `MAX_DEVICES`, or if a name occurs twice.
     """
 
     devices: tuple[Device, ...]
@@ -151,9 +151,9 @@ class Fleet:
 
     @property
     def gpu_generation(self) -> GpuGeneration:
-        """Generation to forecast with on all GPUs: the most demanding one."""
-        # A workload has one generation, and any stage may be on any GPU: the largest workspace and
-        # the attention of the oldest generation are assumed on all GPUs.
+        """The generation with the highest memory needs, which the forecast assumes for all GPUs."""
+        # A workload has one generation, and any stage may run on any GPU: so the largest workspace
+        # and the attention of the oldest generation are assumed for all GPUs.
         gpus = [device for device in self.devices if device.name != "cpu"]
         return GpuGeneration(
             workspace_bytes=max((gpu.workspace_bytes for gpu in gpus), default=0),
@@ -166,12 +166,12 @@ class Fleet:
         Parameters
         ----------
         sizes : mapping of str to int
-            By device. A negative number enlarges the budget.
+            Bytes by device name. A negative number enlarges the budget.
 
         Raises
         ------
         FleetError
-            If a budget becomes empty, or a device isn't in the fleet.
+            If no bytes of a budget remain, or a device isn't in the fleet.
 
         Examples
         --------
@@ -209,12 +209,13 @@ class Fleet:
         raise FleetError(f"{name!r} is not in the fleet", hint=f"it has {', '.join(self.names)}")
 
     def link(self, source: str, target: str) -> Link | None:
-        """Return the link from a device to another; None for an unknown speed."""
+        """Return the link from one device to another; None if its speed is unknown."""
         links = (link for link in self.links if (link.source, link.target) == (source, target))
         return next(links, None)
 
 
 def _shrink(device: Device, num_bytes: int) -> Device:
+    """Move bytes from the budget of a device to its reserve."""
     return replace(
         device,
         budget_bytes=device.budget_bytes - num_bytes,

@@ -1,9 +1,9 @@
-"""GPU generation: the memory needs that differ between generations of GPUs.
+"""GPU generation: memory needs that depend on the generation of a GPU.
 
-PyTorch allocates cuBLAS's workspace from its own allocator at a thread's first matrix product on a
-GPU, and keeps it: once for the forward pass, and once more in training, whose backward pass has a
-thread per GPU. Flash attention, and fused attention in bfloat16, need Ampere; older GPUs (T4, V100,
-RTX 2080 Ti) compute the attention weights of all pairs of tokens instead.
+PyTorch's allocator allocates a cuBLAS workspace at a thread's first matrix product on a GPU, and
+never frees it: one for the forward pass and, in training, one for the backward pass, which has its
+own thread per GPU. Flash attention, and fused attention in bfloat16, need Ampere or newer; older
+GPUs (T4, V100, RTX 2080 Ti) materialize the attention weights of all pairs of tokens instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from duoka.errors import UsageError
 
 WORKSPACE_CONFIG = "CUBLAS_WORKSPACE_CONFIG"
-"""Variable with other sizes: pairs of KiB and count, as ":4096:2:16:8"."""
+"""Environment variable that overrides the sizes: pairs of KiB and count, as ":4096:2:16:8"."""
 
 # PyTorch's defaults: ":4096:2:16:8" (8.125 MiB), and from Hopper on ":4096:8" (32 MiB), in
 # `parseChosenWorkspaceSize` of aten/src/ATen/cuda/CublasHandlePool.cpp.
@@ -25,7 +25,7 @@ _HOPPER = (9, 0)
 
 
 def workspace_bytes(compute_capability: tuple[int, int] | None = None) -> int:
-    """Return the bytes of a cuBLAS workspace; of an unknown GPU the size before Hopper."""
+    """Return the bytes of a cuBLAS workspace; for an unknown GPU the default before Hopper."""
     pairs = re.findall(r":([0-9]+):([0-9]+)", os.environ.get(WORKSPACE_CONFIG, ""))
     if pairs:
         return sum(int(size) * int(number) for size, number in pairs) * 1024
@@ -34,7 +34,7 @@ def workspace_bytes(compute_capability: tuple[int, int] | None = None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GpuGeneration:
-    """Common generation assumed for all GPUs of a fleet; by default Ampere to Ada."""
+    """Properties of a generation, assumed for all GPUs of a fleet; by default Ampere to Ada."""
 
     workspace_bytes: int = field(default_factory=workspace_bytes)
     before_ampere: bool = False

@@ -1,4 +1,4 @@
-"""Host memory available for weights in it."""
+"""Available CPU memory, for offloaded weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NO_LIMIT = 2**60  # version 1 writes the largest whole page for "no limit"
 
 
 def refuse_more(num_bytes: int) -> None:
-    """Refuse more weights than fit into the host's memory now."""
+    """Raise FleetError if weights exceed the CPU memory that is available now."""
     available = available_bytes()
     if available is not None and num_bytes > available:
         raise FleetError(
@@ -44,10 +44,9 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     return min(limits, default=None)
 
 
-# Control groups limit a container: version 2 has memory.max ("max" for no limit) and
+# Control groups limit a container's memory: version 2 has memory.max ("max" for no limit) and
 # memory.current, version 1 memory/memory.limit_in_bytes (a huge number for no limit) and
-# memory.usage_in_bytes. Files in the page cache count as used, and are dropped when memory is
-# needed.
+# memory.usage_in_bytes. The usage includes the page cache, although the kernel would free it.
 def container_memory(root: Path = Path("/")) -> tuple[int, int] | None:
     """Return a container's memory limit and usage (control groups 1 or 2); None if unlimited."""
     group = root / "sys/fs/cgroup"

@@ -1,7 +1,8 @@
 """Links between two GPUs: NVLink, or PCIe through the host.
 
-A connector's rate is stated by its standard; a copy achieves less, by the shares below, which come
-from published runs of `p2pBandwidthLatencyTest` (NVIDIA's cuda-samples), not measured here.
+A connector's rate is that of its standard. A copy achieves a share of the rate, for which the
+constants below are estimates from published runs of `p2pBandwidthLatencyTest` (NVIDIA's
+cuda-samples).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _NVLINK_LATENCY_SECONDS = 2e-6
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Speed and latency between two GPUs, in either direction."""
+    """The connection between two GPUs, equally fast in both directions."""
 
     kind: Literal["NVLink", "PCIe"]
     bytes_per_second: float
@@ -50,18 +51,21 @@ class Way:
 
 
 def by_nvlink(bytes_per_second: float) -> Way:
-    """Return the way over NVLinks with this sum of rates in one direction."""
+    """Return the connection by NVLinks whose rates in one direction add up to this rate."""
     return Way("NVLink", _NVLINK_SHARE * bytes_per_second, _NVLINK_LATENCY_SECONDS)
 
 
 def through_host(*ends: tuple[int | None, int | None]) -> Way | None:
-    """Return the way over PCIe, as fast as the slower end; None if unknown."""
+    """Return the connection by PCIe, as fast as the slower of the two ends.
+
+    An end is (generation, lanes). None if a speed is unknown.
+    """
     speed = min(_pcie_speed(*end) for end in ends)
     return Way("PCIe", _HOST_SHARE * speed, _HOST_LATENCY_SECONDS) if speed else None
 
 
 def from_host(generation: int | None, lanes: int | None) -> float | None:
-    """Return bytes per second from the host's pinned memory; None for an unknown connector."""
+    """Return the bytes per second of copies from pinned memory; None for an unknown connector."""
     return _PINNED_SHARE * _pcie_speed(generation, lanes) or None
 
 
@@ -73,7 +77,10 @@ def _pcie_speed(generation: int | None, lanes: int | None) -> float:
 def ways_between(
     ends: Iterable[tuple[str, End]], find_way: Callable[[End, End], Way | None]
 ) -> Iterator[tuple[str, str, Way]]:
-    """Yield the pairs of names with a known way between their ends, and the way."""
+    """Yield (name, name, connection) for each pair of devices whose connection is known.
+
+    `ends` are pairs of a device's name and the data for `find_way`.
+    """
     for (source, source_end), (target, target_end) in combinations(ends, 2):
         way = find_way(source_end, target_end)
         if way is not None:
@@ -81,7 +88,7 @@ def ways_between(
 
 
 def links_of(ways: Iterable[tuple[str, str, Way]]) -> Iterator[Link]:
-    """Yield a link for each direction of a way."""
+    """Yield the two links, one per direction, of each connection between two named devices."""
     for name, peer, way in ways:
         for source, target in ((name, peer), (peer, name)):
             yield Link(

@@ -1,8 +1,8 @@
 """NVML: the driver's data about this machine's GPUs, as frozen snapshots.
 
-The only module that calls NVML (`pynvml`, of the package nvidia-ml-py). A value that the card or
-the driver doesn't report is None; a card that doesn't answer is reported as lost and hides no other
-card. CUDA's numbers of these GPUs are found in `cuda_driver`.
+Only this module calls NVML (`pynvml`, of the package nvidia-ml-py). A value that the card or the
+driver doesn't report is None. A card that doesn't respond is reported as `Lost`, beside the data of
+all other cards. `cuda_driver` finds CUDA's numbers of the GPUs.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import pynvml
 
 from duoka.errors import FleetError
 
-# A process can have any name, which is shown; so it is cut.
+# Longest name to show: a process can have any name.
 _MAX_NAME = 60
 _PEER_KINDS: dict[int | None, Literal["gpu", "switch"]] = {
     pynvml.NVML_NVLINK_DEVICE_TYPE_GPU: "gpu",
     pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH: "switch",
-    # If a driver doesn't report the kind, the address decides.
+    # If the driver doesn't report the kind, the end is taken as a GPU and matched by its address.
     pynvml.NVML_NVLINK_DEVICE_TYPE_UNKNOWN: "gpu",
     None: "gpu",
 }
 # Active, and asleep until something is sent. Links in other states carry nothing.
-_LINKS_UP = (1, 2)
+_ACTIVE_LINK_STATES = (1, 2)
 _NO_GPU = (
     'without a GPU, plan for declared GPUs (--gpus "2xRTX4090" or "24GiB,12GiB"), or use virtual '
     'GPUs (--gpus "virtual:2x24GiB")'
@@ -50,8 +50,8 @@ _FAULTS: dict[int, tuple[str, str]] = {
         "restart the machine: the driver was updated and the old one is still running",
     ),
 }
-# Bits of NVML's clock event reasons for faults; not those for idleness, power limits under load,
-# applications' clocks and displays.
+# Bits of NVML's clock event reasons that are faults. The bits for idleness, power limits under
+# load, applications' clocks and displays are normal and left out.
 _SLOWDOWNS = {
     0x08: "the board's protection",
     0x20: "its temperature (the driver's limit)",
@@ -63,9 +63,9 @@ _LOST = {pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """Another process with memory of a GPU; inside a container `pid` may be the host's number.
+    """Another process that uses memory of a GPU; in a container `pid` may be the host's number.
 
-    `computes` is True for a process that uses CUDA, False for one that draws.
+    `computes` is True for a process that uses CUDA, False for a process that only draws.
     """
 
     pid: int
@@ -99,7 +99,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmlGpu(Instance):
-    """A GPU. None stands for values that the card or the driver doesn't report.
+    """A GPU; values that the card or the driver doesn't report are None.
 
     Parameters
     ----------
@@ -108,17 +108,17 @@ class NvmlGpu(Instance):
     processes : tuple of Process
         Other processes, as far as NVML knows them.
     is_prohibited : bool
-        The compute mode forbids all computing.
+        True if the compute mode forbids all computing.
     is_mig : bool
-        Only the `instances` can compute.
+        True in MIG mode, in which only the `instances` can compute.
     pcie_generation, max_pcie_generation : int, optional
-        The current one, lowered by an idle card, and the card's.
+        The current PCIe generation, which an idle card lowers, and the maximal one.
     slowdowns : tuple of str
-        Faults that lower the clocks now.
+        Causes of lowered clocks that are faults.
     uncorrected_errors : int, optional
-        Of the memory, since the driver was loaded.
+        Uncorrected memory errors since the driver was loaded.
     awaits_reset, is_worn : bool
-        Parts of the memory are replaced at the next reset; no spare parts remain.
+        True if the next reset replaces parts of the memory; True if remapping memory rows failed.
     """
 
     index: int
@@ -141,7 +141,7 @@ class NvmlGpu(Instance):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """A counted GPU without an answer, as after falling off the bus."""
+    """A GPU that NVML counts but that doesn't respond, as after falling off the bus."""
 
     index: int
     reason: str
@@ -151,7 +151,7 @@ class Lost:
 class Machine:
     """All GPUs of a machine (or container), in `nvidia-smi`'s order.
 
-    `cuda_version` is the newest supported by the driver.
+    `cuda_version` is the newest version of CUDA that the driver supports.
     """
 
     gpus: tuple[NvmlGpu, ...]
@@ -168,14 +168,14 @@ class NoDriverError(FleetError):
 
 
 def read() -> Machine:
-    """Query the driver for all GPUs."""
+    """Query the driver for the data of all GPUs."""
     with _session() as count:
-        answers = _query_all(count, _gpu)
+        answers = _query_all(count, _read_gpu)
         cuda = _query(pynvml.nvmlSystemGetCudaDriverVersion)
         return Machine(
             gpus=tuple(gpu for gpu in answers if isinstance(gpu, NvmlGpu)),
             lost=tuple(gpu for gpu in answers if isinstance(gpu, Lost)),
-            driver_version=_text(_query(pynvml.nvmlSystemGetDriverVersion)),
+            driver_version=_to_text(_query(pynvml.nvmlSystemGetDriverVersion)),
             cuda_version=None if cuda is None else (cuda // 1000, cuda % 1000 // 10),
         )
 
@@ -193,7 +193,7 @@ class Activity(Instance):
 
 
 class NvmlSession:
-    """An open session with the driver, to query repeatedly for changing values alone."""
+    """An open session with the driver, to query the GPUs' activity repeatedly."""
 
     def __init__(self) -> None:
         self._session = ExitStack()
@@ -208,11 +208,11 @@ class NvmlSession:
         return _query_all(self._count, self._activities)
 
     def _activities(self, index: int, handle: Any) -> Iterator[Activity]:
-        """Yield the activity of a GPU or, differing in memory, of each of its instances."""
+        """Yield the activity of a GPU, or in MIG mode of each instance with its own memory."""
         rates = _query(pynvml.nvmlDeviceGetUtilizationRates, handle)
         activity: dict[str, Any] = {
             "index": index,
-            "processes": _processes(handle),
+            "processes": _read_processes(handle),
             "utilization": None if rates is None else rates.gpu / 100,
             "temperature_celsius": _query(
                 pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU
@@ -225,7 +225,10 @@ class NvmlSession:
 
 
 def own_bytes(uuid: str) -> int | None:
-    """Return this process' bytes on a GPU; None if the driver doesn't report them (containers)."""
+    """Return the bytes of this process on a GPU; None if the driver doesn't report the process.
+
+    In a container, the driver may list processes under other numbers.
+    """
     with _session():
         handle = _query(pynvml.nvmlDeviceGetHandleByUUID, uuid)
         if handle is None:
@@ -246,7 +249,7 @@ def _session() -> Iterator[int]:
             with suppress(pynvml.NVMLError):
                 pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
-        raise _fault(error) from None
+        raise _to_error(error) from None
 
 
 def _query_all(count: int, look: Callable[[int, Any], Iterable[_Answer]]) -> list[_Answer | Lost]:
@@ -260,7 +263,7 @@ def _query_all(count: int, look: Callable[[int, Any], Iterable[_Answer]]) -> lis
     return answers
 
 
-def _fault(error: Any) -> FleetError:
+def _to_error(error: Any) -> FleetError:
     hint = f"make `nvidia-smi` work first; {_NO_GPU}"
     unknown = (f"the NVIDIA driver doesn't respond: {error}", hint)
     message, hint = _FAULTS.get(error.value, unknown)
@@ -268,11 +271,11 @@ def _fault(error: Any) -> FleetError:
     return kind(message, hint=hint)
 
 
-# NVML fails for single values on many machines: consumer cards lack ECC, containers lack the names
-# of processes, old drivers lack functions. Such a value is None. Two errors mean that the GPU
-# itself is gone; they end the query of this GPU alone.
+# NVML fails for single values on many machines: consumer cards have no ECC, containers hide the
+# names of processes, old drivers lack functions. Such a value is None. Two errors (`_LOST`) mean
+# that the GPU itself doesn't respond; they end the query of this GPU, but not of the others.
 def _query(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call NVML; return None for an error, but raise for a lost GPU."""
+    """Call an NVML function; return None if it fails, but raise the error of a lost GPU."""
     try:
         return function(*arguments, **options)
     except pynvml.NVMLError as error:
@@ -288,20 +291,21 @@ def _watts(function: Callable[..., Any], handle: Any) -> float | None:
     return None if milliwatts is None else milliwatts / 1e3
 
 
-def _gpu(index: int, handle: Any) -> Iterator[NvmlGpu]:
+def _read_gpu(index: int, handle: Any) -> Iterator[NvmlGpu]:
+    """Yield the data of one GPU; an iterator, as `_query_all` expects."""
     is_mig = _is_mig(handle)
     capability = _query(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
     yield NvmlGpu(
         **asdict(_instance(handle)),
-        **_health(handle),
+        **_read_health(handle),
         index=index,
         pci_address=_pci_address(_query(pynvml.nvmlDeviceGetPciInfo, handle)),
-        processes=_processes(handle),
+        processes=_read_processes(handle),
         is_prohibited=_query(pynvml.nvmlDeviceGetComputeMode, handle)
         == pynvml.NVML_COMPUTEMODE_PROHIBITED,
         is_mig=is_mig,
         instances=tuple(_instances(handle)) if is_mig else (),
-        peers=_peers(handle),
+        peers=_find_peers(handle),
         pcie_generation=_query(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
         pcie_lanes=_query(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
         max_pcie_generation=_query(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
@@ -310,7 +314,8 @@ def _gpu(index: int, handle: Any) -> Iterator[NvmlGpu]:
     )
 
 
-def _health(handle: Any) -> dict[str, Any]:
+def _read_health(handle: Any) -> dict[str, Any]:
+    """Return the fields of `NvmlGpu` about faults: slowdowns, memory errors, worn memory."""
     reasons = _query(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
     remapped = _query(pynvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
     retired = _query(pynvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
@@ -323,8 +328,8 @@ def _health(handle: Any) -> dict[str, Any]:
     }
 
 
-def _memory(handle: Any) -> tuple[int | None, int | None]:
-    """Return total and free bytes, equal in both versions of the call."""
+def _read_memory(handle: Any) -> tuple[int | None, int | None]:
+    """Return the total and free bytes; (None, None) if not reported."""
     memory = _query(pynvml.nvmlDeviceGetMemoryInfo, handle, version=pynvml.nvmlMemory_v2)
     memory = memory or _query(pynvml.nvmlDeviceGetMemoryInfo, handle)
     if memory is None or not memory.total:
@@ -332,18 +337,19 @@ def _memory(handle: Any) -> tuple[int | None, int | None]:
     return int(memory.total), int(memory.free)
 
 
-def _processes(handle: Any) -> tuple[Process, ...]:
+def _read_processes(handle: Any) -> tuple[Process, ...]:
+    """Return all processes on a GPU that NVML reports, except this one."""
     processes = {}
     for computes, function in (
-        # With version: on a driver without the newest one the plain names raise no NVMLError.
-        # A process that draws and computes is in both lists.
+        # Names with a version: without it, an old driver causes an error other than NVMLError.
+        # A process that draws and computes is in both lists, and counts as computing.
         (False, pynvml.nvmlDeviceGetGraphicsRunningProcesses_v3),
         (True, pynvml.nvmlDeviceGetComputeRunningProcesses_v3),
     ):
         for process in _query(function, handle) or ():
             processes[process.pid] = Process(
                 pid=process.pid,
-                name=PurePath(_text(_query(pynvml.nvmlSystemGetProcessName, process.pid))).name,
+                name=PurePath(_to_text(_query(pynvml.nvmlSystemGetProcessName, process.pid))).name,
                 used_bytes=process.usedGpuMemory,
                 computes=computes,
             )
@@ -352,6 +358,7 @@ def _processes(handle: Any) -> tuple[Process, ...]:
 
 
 def _instances(handle: Any) -> Iterator[Instance]:
+    """Yield the instances of a GPU in MIG mode."""
     for index in range(_query(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         part = _query(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
         # Fewer than the maximum may exist.
@@ -360,10 +367,10 @@ def _instances(handle: Any) -> Iterator[Instance]:
 
 
 def _instance(part: Any) -> Instance:
-    total, free = _memory(part)
-    name = _text(_query(pynvml.nvmlDeviceGetName, part))
-    # Without an identity it is unusable, so an error is raised: not by `_query`.
-    uuid = _text(pynvml.nvmlDeviceGetUUID(part))
+    total, free = _read_memory(part)
+    name = _to_text(_query(pynvml.nvmlDeviceGetName, part))
+    # A part without a UUID is unusable, so its error is raised: no `_query` here.
+    uuid = _to_text(pynvml.nvmlDeviceGetUUID(part))
     return Instance(uuid=uuid, name=name, total_bytes=total, free_bytes=free)
 
 
@@ -372,12 +379,12 @@ def _is_mig(handle: Any) -> bool:
     return mig is not None and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE
 
 
-def _peers(handle: Any) -> tuple[Peer, ...]:
-    """Return the other ends of the active links, each once."""
+def _find_peers(handle: Any) -> tuple[Peer, ...]:
+    """Return the other ends of the active NVLinks, each with the rate of all links to it."""
     speed = _link_speed(handle)
     peers: Counter[tuple[Literal["gpu", "switch"], str]] = Counter()
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
-        if _query(pynvml.nvmlDeviceGetNvLinkState, handle, link) not in _LINKS_UP:
+        if _query(pynvml.nvmlDeviceGetNvLinkState, handle, link) not in _ACTIVE_LINK_STATES:
             continue
         kind = _PEER_KINDS.get(_query(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link))
         if kind is not None:
@@ -399,11 +406,11 @@ def _link_speed(handle: Any) -> float | None:
 
 
 def _pci_address(info: Any) -> str:
-    return "" if info is None else _text(info.busId).upper()
+    return "" if info is None else _to_text(info.busId).upper()
 
 
-def _text(value: Any) -> str:
-    """Decode and cut a text of NVML, without control characters."""
+def _to_text(value: Any) -> str:
+    """Decode a text of NVML, without control characters; keep its last `_MAX_NAME` characters."""
     if isinstance(value, bytes):
         value = value.decode("utf-8", "replace")
     return "".join(sign for sign in value or "" if sign.isprintable())[-_MAX_NAME:]

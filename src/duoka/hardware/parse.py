@@ -1,12 +1,12 @@
 """Parser of fleets: the forms of `--gpus`, and transformers' ``max_memory``.
 
 Entries of four kinds are joined by commas or "+": a GPU of this machine ("2", "GPU-8932f937"), a
-budget ("24GiB"), a card of the catalogue ("RTX4090", "4090") and a card with its figures
-("MyCard:24GiB,936GB/s"). The kind follows from the entry alone. A count stands in front or behind:
-"2xRTX4090", "4090*2".
+budget ("24GiB"), a card of the catalogue ("RTX4090", "4090") and a declared card with its figures
+("MyCard:24GiB,936GB/s"). The text of an entry determines its kind. An entry may have a count before
+or after it: "2xRTX4090", "4090*2".
 
-Memory is written as by its makers: 24G, 24GB and 24GiB are 24 x 1024³ bytes. In speeds, and in
-sizes of ``max_memory``, a GB is 1000³ bytes.
+Memory sizes follow the usage of GPU makers: 24G, 24GB and 24GiB are 24 x 1024³ bytes. In speeds,
+and in sizes of ``max_memory``, a GB is 1000³ bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MOST_BYTES = 2**50
 _SHOWN = 60
 _ALL = "all"
 _BEFORE = re.compile(r"(?P<count>\d+)\s*[xX×*]\s*(?P<name>.+)", re.ASCII | re.DOTALL)
-_BEHIND = re.compile(r"(?P<name>[^\d:]*\d[^:]*?)\s*[xX×*]\s*(?P<count>\d+)", re.ASCII)
+_AFTER = re.compile(r"(?P<name>[^\d:]*\d[^:]*?)\s*[xX×*]\s*(?P<count>\d+)", re.ASCII)
 _SIZE = re.compile(r"[\d.]+\s*(?:[kmgtp]i?b?|b)?", re.ASCII | re.IGNORECASE)
 
 _FEW_BYTES = re.compile(r"\d{1,6}\s*b", re.ASCII | re.IGNORECASE)
@@ -53,25 +53,25 @@ _ZERO_SIZE = re.compile(r"0+(\.0+)?\s*[A-Za-z]*", re.ASCII)
 _MAX_MEMORY_FORM = '{0: "10GiB", 1: "20GiB", "cpu": "30GiB"} is one'
 
 
-# A device without its final name, and its card if it is one of the catalogue.
+# A device before it gets its final name, and its card; None if it isn't of the catalogue.
 _Entry = tuple[Device, catalogue.Card | None]
 
 
 def read(text: str) -> FleetParts:
-    """Parse a fleet; `Fleet.parse` describes the forms."""
-    body, is_virtual = _body(text)
+    """Parse a fleet in the form of ``--gpus``; `Fleet.parse` describes the forms."""
+    body, is_virtual = _split_prefix(text)
     if not body.strip():
-        raise FleetError(f"{_short(text)} lists no device", hint=FORMS)
-    entries = [entry.strip() for entry in _entries(body)]
+        raise FleetError(f"{_quote(text)} lists no device", hint=FORMS)
+    entries = [entry.strip() for entry in _split_entries(body)]
     if "" in entries:
-        raise UsageError(f"{_short(text)} has an empty entry", hint=FORMS)
-    detected = [entry for entry in entries if _is_here(entry) or entry.lower() == _ALL]
+        raise UsageError(f"{_quote(text)} has an empty entry", hint=FORMS)
+    detected = [entry for entry in entries if _is_detected_entry(entry) or entry.lower() == _ALL]
     if not detected:
         return _declared(entries, "vgpu" if is_virtual else "cuda", text)
     everything = [entry.lower() for entry in entries] == [_ALL]
-    if is_virtual or not (everything or all(map(_is_here, entries))):
+    if is_virtual or not (everything or all(map(_is_detected_entry, entries))):
         raise UsageError(
-            f"{_short(text)} names a GPU of this machine ({detected[0][:_SHOWN]!r}) beside "
+            f"{_quote(text)} names a GPU of this machine ({detected[0][:_SHOWN]!r}) beside "
             f"{'virtual' if is_virtual else 'other'} ones",
             hint="use either GPUs of this machine, by index or UUID, or declared ones only; a "
             'budget needs a unit, as in 24GiB, and "all" stands alone',
@@ -80,49 +80,49 @@ def read(text: str) -> FleetParts:
 
 
 def devices_in(text: str) -> tuple[str, list[str]] | None:
-    """Split a text of declared devices into its prefix and an entry for each device.
+    """Split a text of declared devices into its prefix "virtual:" (or "") and one entry per device.
 
-    Return None for GPUs of this machine, and for an invalid text.
+    Return None if the text names GPUs of this machine, or has an empty entry.
     """
-    body, is_virtual = _body(text)
+    body, is_virtual = _split_prefix(text)
     names: list[str] = []
-    for entry in _entries(body):
+    for entry in _split_entries(body):
         entry = entry.strip()
-        if not entry or _is_here(entry) or entry.lower() == _ALL:
+        if not entry or _is_detected_entry(entry) or entry.lower() == _ALL:
             return None
-        name, count = _counted(entry)
+        name, count = _split_count(entry)
         # "3090" alone could be the index of a GPU of this machine.
         name = catalogue.find_card(name).name if is_detected(name) else name
         names += [name] * count
     return ("virtual:" if is_virtual else "", names)
 
 
-def _body(text: str) -> tuple[str, bool]:
-    """Split off the prefix "virtual:"; return the entries' text, and True for virtual GPUs."""
+def _split_prefix(text: str) -> tuple[str, bool]:
+    """Split off the prefix "virtual:"; return the rest, and True if the prefix was present."""
     head, colon, rest = text.partition(":")
     is_virtual = bool(colon) and head.strip().lower() == "virtual"
     return (rest if is_virtual else text), is_virtual
 
 
-def _is_here(entry: str) -> bool:
-    """Return True for a GPU of this machine: "2", but not "3090", a card."""
+def _is_detected_entry(entry: str) -> bool:
+    """Return True if an entry names a GPU of this machine: "2", but not "3090", which is a card."""
     return is_detected(entry) and not catalogue.is_card(entry)
 
 
-def _counted(entry: str) -> tuple[str, int]:
+def _split_count(entry: str) -> tuple[str, int]:
     """Split an entry into name and count: "2xRTX4090", "4090*2"."""
-    matches = [m for pattern in (_BEFORE, _BEHIND) if (m := pattern.fullmatch(entry))]
+    matches = [m for pattern in (_BEFORE, _AFTER) if (m := pattern.fullmatch(entry))]
     if not matches or catalogue.is_card(entry):  # "GTX 1060" is no multiple of "GT"
         return entry, 1
-    # "4090*2" matches both patterns; the smaller count is meant.
+    # "4090*2" matches both patterns; the smaller number is the count.
     match = min(matches, key=lambda match: (len(match["count"]), match["count"]))
-    return match["name"], _count(match["count"], entry)
+    return match["name"], _parse_count(match["count"], entry)
 
 
-def _entries(body: str) -> Iterator[str]:
+def _split_entries(body: str) -> Iterator[str]:
     """Split at "+" and commas; commas between a colon and the next "+" belong to a card."""
     # "24GiB,MyCard:12GiB,936GB/s+RTX4090" has two terms. In the first one the text up to the colon
-    # is "24GiB,MyCard", of which only the last name takes the figures behind the colon:
+    # is "24GiB,MyCard", of which only the last name takes the figures after the colon:
     # "24GiB", "MyCard:12GiB,936GB/s", "RTX4090".
     for term in body.split("+"):
         head, colon, figures = term.partition(":")
@@ -132,34 +132,36 @@ def _entries(body: str) -> Iterator[str]:
 
 
 def _declared(entries: list[str], kind: str, text: str) -> FleetParts:
+    """Make the devices of declared entries, named by `kind` ("cuda" or "vgpu"), and their links."""
     declared: list[_Entry] = []
     for entry in entries:
-        name, count = _counted(entry)
+        name, count = _split_count(entry)
         if count > MAX_DEVICES - len(declared):
             raise FleetError(
-                f"{_short(text)} is more than {MAX_DEVICES} devices", hint="list fewer devices"
+                f"{_quote(text)} is more than {MAX_DEVICES} devices", hint="list fewer devices"
             )
-        declared += [_entry(name, text)] * count
+        declared += [_parse_entry(name, text)] * count
     devices = [replace(device, name=f"{kind}:{i}") for i, (device, _) in enumerate(declared)]
     cards = [(device.name, card) for device, (_, card) in zip(devices, declared, strict=True)]
     return tuple(devices), tuple(links_of(ways_between(cards, _way)))
 
 
-def _count(digits: str, entry: str) -> int:
-    # Digits are limited first: int() of a million digits takes long.
+def _parse_count(digits: str, entry: str) -> int:
+    # Long texts of digits are refused before int(), which takes long for a million digits.
     count = int(digits) if len(digits) < 10 else MAX_DEVICES + 1
     if count == 0:
-        raise FleetError(f"{_short(entry)} is no device", hint=FORMS)
+        raise FleetError(f"{_quote(entry)} is no device", hint=FORMS)
     return count
 
 
-def _entry(entry: str, text: str) -> _Entry:
+def _parse_entry(entry: str, text: str) -> _Entry:
+    """Parse a budget, a card of the catalogue or a declared card; `text` is the whole fleet."""
     if ":" in entry:
-        return _own_card(entry), None
-    # "3090 Ti" is a name, too: "Ti" could be tebibytes.
-    # "910B" is rather a card's name than a size.
+        return _parse_declared_card(entry), None
+    # "3090 Ti" is a card's name, although "Ti" could mean tebibytes. "910B" is more likely a card's
+    # name than a size in bytes.
     if _SIZE.fullmatch(entry) and not (catalogue.is_card(entry) or _FEW_BYTES.fullmatch(entry)):
-        return Device(name="cuda", budget_bytes=_size(entry, text)), None
+        return Device(name="cuda", budget_bytes=_parse_size(entry, text)), None
     card = catalogue.find_card(entry)
     device = replace(
         _card(card.name, card.usable_bytes),
@@ -171,34 +173,34 @@ def _entry(entry: str, text: str) -> _Entry:
 
 
 def _connector(card: catalogue.Card) -> tuple[int | None, int | None]:
-    """Return PCIe generation and lanes."""
+    """Return the PCIe generation and lanes of a card; (None, None) if unknown."""
     return (None, None) if card.pcie is None else (card.pcie.generation, card.pcie.lanes)
 
 
-def _own_card(entry: str) -> Device:
-    """Read "MyCard:24GiB,936GB/s,71TFLOPs"; the parts may come in any order."""
+def _parse_declared_card(entry: str) -> Device:
+    """Parse "MyCard:24GiB,936GB/s,71TFLOPs"; the figures may come in any order."""
     name, _, figures = entry.partition(":")
     name = name.strip()
     if name.lower() in ("cuda", "vgpu"):
         raise UsageError(
-            f"{_short(entry)} is a PyTorch device name",
+            f"{_quote(entry)} is a PyTorch device name",
             hint=f"use the indices that nvidia-smi shows, such as 0,1; {FORMS}",
         )
     if not _CARD_NAME.fullmatch(name) or name.lower() in _RESERVED:
         raise UsageError(
-            f"{_short(name)} is not a valid card name", hint=f"{catalogue.DECLARING}; {FORMS}"
+            f"{_quote(name)} is not a valid card name", hint=f"{catalogue.DECLARING}; {FORMS}"
         )
     figures_of: dict[str, float] = {}
     for part in figures.split(","):
-        what, value = _figure(part.strip(), entry)
+        what, value = _parse_figure(part.strip(), entry)
         if what in figures_of:
             raise UsageError(
-                f"{_short(entry)} has two figures for its {what.replace('_', ' ')}",
+                f"{_quote(entry)} has two figures for its {what.replace('_', ' ')}",
                 hint='join cards with "+": "MyCard:24GiB+OtherCard:12GiB"',
             )
         figures_of[what] = value
     if "memory" not in figures_of:
-        raise UsageError(f"{_short(entry)} has no memory size", hint=catalogue.DECLARING)
+        raise UsageError(f"{_quote(entry)} has no memory size", hint=catalogue.DECLARING)
     return replace(
         _card(name, int(figures_of["memory"])),
         memory_bytes_per_second=figures_of.get("memory_speed"),
@@ -206,22 +208,24 @@ def _own_card(entry: str) -> Device:
     )
 
 
-def _figure(part: str, entry: str) -> tuple[str, float]:
+def _parse_figure(part: str, entry: str) -> tuple[str, float]:
+    """Return ("rate", FLOPs/s), ("memory_speed", bytes/s) or ("memory", bytes) of a figure."""
     if match := _RATE.fullmatch(part):
         if rate := float(match[1]) * _RATE_UNITS[match[2].lower()]:
             return "rate", rate
     elif match := _SPEED.fullmatch(part):
-        return "memory_speed", float(_size(match[1], entry, parse_bytes))
+        return "memory_speed", float(_parse_size(match[1], entry, parse_bytes))
     elif _SIZE.fullmatch(part):
-        return "memory", _size(part, entry)
+        return "memory", _parse_size(part, entry)
     raise UsageError(
-        f"{_short(entry)} has {_short(part)}, which is not a memory size (24GiB), memory "
+        f"{_quote(entry)} has {_quote(part)}, which is not a memory size (24GiB), memory "
         "bandwidth (936GB/s) or compute rate (71TFLOPs)",
         hint=f'{catalogue.DECLARING}; join several cards with "+"',
     )
 
 
 def _card(product: str, memory_bytes: int) -> Device:
+    """Return the device of a card, its budget being the memory minus `RESERVE_BYTES`."""
     if memory_bytes <= RESERVE_BYTES:
         raise FleetError(
             f"{product} has {format_bytes(memory_bytes)}, of which CUDA reserves "
@@ -237,25 +241,26 @@ def _card(product: str, memory_bytes: int) -> Device:
     )
 
 
-def _size(size: str, text: str, parse: Callable[[str], int] = parse_memory) -> int:
+def _parse_size(size: str, text: str, parse: Callable[[str], int] = parse_memory) -> int:
+    """Parse a size of at most `_MOST_BYTES`; errors name the whole text of the fleet."""
     try:
         num_bytes = parse(size)
     except UsageError as error:
         raise UsageError(
-            f"{_short(text)} is not a fleet: {error}", hint=f"{error.hint}; {FORMS}"
+            f"{_quote(text)} is not a fleet: {error}", hint=f"{error.hint}; {FORMS}"
         ) from None
     if num_bytes > _MOST_BYTES:
         raise UsageError(
-            f"{_short(text)}: {_short(size)} is more than {format_bytes(_MOST_BYTES)}", hint=FORMS
+            f"{_quote(text)}: {_quote(size)} is more than {format_bytes(_MOST_BYTES)}", hint=FORMS
         )
     return num_bytes
 
 
 def _way(source: catalogue.Card | None, target: catalogue.Card | None) -> Way | None:
-    """Return the way between two cards of the catalogue in one machine.
+    """Return the connection between two cards in one machine; None unless both are known cards.
 
-    Equal cards with built-in NVLinks are assumed to be joined: by all links over a switch, by one
-    link in a mesh. A bridge is an extra part, and assumed to be absent.
+    Equal cards with built-in NVLink are assumed to be connected: by all their links through a
+    switch, by one link in a mesh. An NVLink bridge is an optional part, assumed to be absent.
     """
     if source is None or target is None:
         return None
@@ -266,25 +271,31 @@ def _way(source: catalogue.Card | None, target: catalogue.Card | None) -> Way | 
     return through_host(_connector(source), _connector(target))
 
 
-def _short(text: str) -> str:
+def _quote(text: str) -> str:
     return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
 
 
 def with_more(text: str, devices: Sequence[Device], entry: str, count: int = 1) -> str:
-    """Write a fleet with more devices at its end."""
+    """Return the text of a fleet with `count` more devices of an entry at its end.
+
+    `devices` are those of the fleet; a text that names GPUs of this machine becomes their budgets.
+    """
     prefix, entries = _entries_of(text, devices)
-    return prefix + _joined([*entries, *[entry] * count])
+    return prefix + _join_entries([*entries, *[entry] * count])
 
 
 def with_replaced(text: str, devices: Sequence[Device], index: int, entry: str) -> str:
-    """Write a fleet with an entry in the place of a device."""
+    """Return the text of a fleet with another entry instead of the device at `index`."""
     prefix, entries = _entries_of(text, devices)
     entries[index] = entry
-    return prefix + _joined(entries)
+    return prefix + _join_entries(entries)
 
 
 def _entries_of(text: str, devices: Sequence[Device]) -> tuple[str, list[str]]:
-    """Split a fleet's text into its prefix and an entry for each device."""
+    """Split a fleet's text into its prefix and an entry for each device.
+
+    GPUs of this machine become entries with their exact budgets.
+    """
     declared = devices_in(text)
     if declared is not None:
         return declared
@@ -292,25 +303,26 @@ def _entries_of(text: str, devices: Sequence[Device]) -> tuple[str, list[str]]:
     return "virtual:" if virtual else "", [exact_bytes(device.budget_bytes) for device in devices]
 
 
-def _joined(entries: Sequence[str]) -> str:
+def _join_entries(entries: Sequence[str]) -> str:
     groups = [(entry, len(list(group))) for entry, group in groupby(entries)]
     texts = [entry if count == 1 else f"{count}x{entry}" for entry, count in groups]
-    # Commas behind a card with figures would belong to the card.
+    # After a card with figures, a comma would continue the figures, so "+" joins the entries.
     return ("+" if any(":" in entry for entry in entries) else ",").join(texts)
 
 
 def read_max_memory(max_memory: object) -> tuple[Device, ...]:
-    """Parse ``max_memory``; devices with 0 are left out."""
+    """Parse transformers' ``max_memory``; devices of size 0 are left out."""
     if not isinstance(max_memory, Mapping):
         raise UsageError(
             f"max_memory must map devices to sizes, not be of type {type(max_memory).__name__}",
             hint=_MAX_MEMORY_FORM,
         )
     sizes = ((key, _max_memory_size(key, value)) for key, value in max_memory.items())
-    return tuple(Device(name=_max_memory_name(k), budget_bytes=size) for k, size in sizes if size)
+    return tuple(Device(name=_parse_max_memory_key(k), budget_bytes=num) for k, num in sizes if num)
 
 
-def _max_memory_name(key: object) -> str:
+def _parse_max_memory_key(key: object) -> str:
+    """Return torch's name of the device that a key of ``max_memory`` names: 0 is "cuda:0"."""
     text = str(key) if isinstance(key, str) or type(key) is int else repr(key)
     if match := _MAX_MEMORY_GPU.fullmatch(text):
         return f"{'vgpu' if match['virtual'] else 'cuda'}:{int(match['number'])}"
@@ -326,6 +338,7 @@ def _max_memory_name(key: object) -> str:
 
 
 def _max_memory_size(key: object, value: object) -> int:
+    """Return the bytes of a value of ``max_memory``, a number or a size with a unit; may be 0."""
     if type(value) is int and value >= 0:
         return value
     if isinstance(value, str):

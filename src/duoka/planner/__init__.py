@@ -1,19 +1,20 @@
-"""Planner: a request and a profile become the best plan, or suggestions of alternatives.
+"""Planner: a request and a profile become the best plan, or suggestions if nothing fits.
 
-- `request`, `constraints`, `limits`: a request, its demands, and these for one model and one fleet
-- `resolve`: a request for a checkpoint to its plan
-- `solve`: a problem to its plan or a reason: the best (`planner`), that for the largest workload
-  (`max_workload`), or that of a map (`from_device_map`)
+- `request`, `constraints`: a request, a problem (a request on a fleet), and their constraints
+- `limits`: the constraints, translated for one model and one fleet
+- `resolve`: plans a request for a checkpoint
+- `solve`: plans a problem: the best placement (`planner`), the largest workload (`max_workload`),
+  or a given device map (`from_device_map`)
 - `search`: the exact optimum over cuts and devices
-- `page_count`: the number of pages of a cache that fit
-- `room`: the memory to leave free on each device, and the order of preference
-- `offload`: the weights that may stay in the host's memory
-- `suggestions`, `gpu_upgrades`: alternatives where nothing fits; `out_of_memory`: where something
-  else has taken memory since
-- `replicas`: several copies of a model on one fleet
+- `page_count`: the number of pages of a paged KV cache that fit
+- `room`: the recommended free memory, and the preference among prefill chunks
+- `offload`: the weights that may stay in CPU memory
+- `suggestions`, `gpu_upgrades`: changes that make a workload fit
+- `out_of_memory`: suggestions if a device has less memory at run time than planned
+- `replicas`: data-parallel replicas of a model on one fleet
 - `placement`, `plan`: module → device; the plan as one file
 - `plan_profile`: the profile of a plan's model
-- `device_map`: maps by hand
-- `reasons`, `explain`, `compare`: the reasons of a plan, its rivals, and two plans side by side
-- `command_line`: the command that asks for a plan again
+- `device_map`: validation of a user's device map
+- `reasons`, `explain`, `compare`: the reasons of a plan, its alternatives, and two plans compared
+- `command_line`: the command that requests a plan again
 """

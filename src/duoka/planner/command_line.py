@@ -1,8 +1,7 @@
-"""The command line that asks for a plan.
+"""The command line that requests a plan.
 
-A plan keeps the request that it was made for; here the request becomes words again, so that a
-person can ask for the same once more, or for something else in its place. How the command line
-reads words is unknown here.
+A plan keeps its request. This module converts the request to command-line arguments, so that a
+person can repeat the request or change it. `cli` parses the arguments.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from .request import PlanRequest
 _USUAL = Workload()
 _USUAL_TRAINING = Training()
 Options = dict[str, tuple[str, ...]]
-"""The words of each demand, under the name of its option."""
+"""The arguments of each option, its name included, by the option's name."""
 
 
 def command(plan: Plan) -> str | None:
-    """Return the shell command that asks for a plan again.
+    """Return the shell command that requests a plan again; None if no command can.
 
-    None where no command does: of a device map a plan keeps only its outcome, and a model or fleet
-    that was given as an object has no name.
+    That is so for a device map, of which a plan keeps only the placement; for a model or a fleet
+    that was given as an object; and for a workload with other logits or a number of pages.
     """
     request = plan.request
     if not plan.source or not request.gpus or plan.objective == "given":
@@ -39,14 +38,14 @@ def command(plan: Plan) -> str | None:
 
 
 def options(request: PlanRequest) -> Options:
-    """Return the options of a request, without the model; those with usual values are left out."""
+    """Return the options of a request, without the model and without options at their default."""
     words: Options = {}
-    for name, value, usual in _knobs(request):
+    for name, value, usual in _option_values(request):
         if isinstance(value, tuple):  # repeated
             words[name] = tuple(word for item in value for word in (name, str(item)))
         elif value != usual and value is not None:
             words[name] = (name,) if value is True else (name, str(value))
-    # New tokens are part of the context: a change of one names both.
+    # New tokens are part of the context: if one of the two changes, both options are repeated.
     words["--context" if "--context" in words else "--max-context"] += words.pop("--new-tokens", ())
     return {name: option for name, option in words.items() if option}
 
@@ -54,9 +53,12 @@ def options(request: PlanRequest) -> Options:
 def change(
     request: PlanRequest, changed_request: PlanRequest
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the words to add to the command of a request, and the options to leave out."""
-    # Example: from {--context: 8K, --batch: 4} to {--context: 8K, --quantize: int8} the words
-    # --quantize int8 are added, and --batch is left out, as 1 is the usual batch.
+    """Return the arguments to add to the command of a request, and the options to remove from it.
+
+    With both changes the command makes `changed_request`.
+    """
+    # Example: from {--context: 8K, --batch: 4} to {--context: 8K, --quantize: int8} the arguments
+    # --quantize int8 are added, and --batch is removed, because 1 is the default.
     old, new = options(request), options(changed_request)
     added_words = tuple(
         word for name, words in new.items() if old.get(name) != words for word in words
@@ -64,8 +66,8 @@ def change(
     return added_words, tuple(name for name in old if name not in new)
 
 
-def _knobs(request: PlanRequest) -> Iterator[tuple[str, object, object]]:
-    """Yield each option with its value and its usual value, in the order of the command."""
+def _option_values(request: PlanRequest) -> Iterator[tuple[str, object, object]]:
+    """Yield (option, value, default), in the order of the command; a value of None is left out."""
     workload, training = request.workload, request.workload.training
     constraints, is_paged = request.constraints, workload.is_paged
     yield "--gpus", request.gpus or "all", "all"

@@ -1,4 +1,4 @@
-"""Comparison: two plans side by side, as frozen data; differences come first."""
+"""Comparison: the differences between two plans, their devices and seconds, as frozen data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A property that differs between two plans."""
+    """A property (`what`) that differs between two plans, with both values as texts."""
 
     what: str
     first: str
@@ -25,7 +25,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePair:
-    """The bytes of a device in both plans; None in a plan without the device."""
+    """The bytes of a device in both plans; None for a plan that doesn't use the device."""
 
     device: str
     first: StageBytes | None
@@ -34,7 +34,7 @@ class DevicePair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """Modules on another device in the second plan, in execution order."""
+    """Modules that are on `source` in the first plan and on `target` in the second."""
 
     source: str
     target: str
@@ -45,9 +45,9 @@ class Move:
 class Comparison:
     """Two plans side by side.
 
-    `differences` are of model, GPUs, workload and objective; `devices` all that either plan uses,
-    in order of first use. `moves` is None where the plans are for models of different modules.
-    `seconds` are what each takes, where speeds are known in either plan.
+    `differences` are those of model, GPUs, workload and objective. `devices` are all that either
+    plan uses, in order of first use. `moves` is None if the plans are for different modules.
+    `seconds` has the name of each time and its value in both plans, None where unknown.
     """
 
     differences: tuple[Difference, ...]
@@ -69,17 +69,17 @@ class Comparison:
 
 
 def compare(first: Plan, second: Plan) -> Comparison:
-    """Put two plans side by side.
+    """Compare two plans.
 
     Parameters
     ----------
     first, second : Plan
-        For one model or for two, on any GPUs.
+        Plans for the same model or for different ones, on any GPUs.
 
     Raises
     ------
     UsageError
-        If one trains and the other generates: their bytes and seconds are of different things.
+        If one plan is for training and the other for generation, which can't be compared.
 
     Examples
     --------
@@ -135,6 +135,7 @@ def _devices(*plans: Plan) -> Iterator[DevicePair]:
 
 
 def _moves(*plans: Plan) -> tuple[Move, ...] | None:
+    """Return the modules on different devices; None if the plans have different modules."""
     sources, targets = (plan.device_map for plan in plans)
     if sources.keys() != targets.keys():
         return None

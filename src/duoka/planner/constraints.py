@@ -1,7 +1,7 @@
-"""Constraints: a person's demands on a placement, beside its memory.
+"""Constraints: the user's conditions for a placement, in addition to the memory of the devices.
 
-They are data, kept in a plan's request so that the plan can be made again. What the names mean is
-found out where they are used: this module knows nothing of models or of devices.
+A plan's request contains them, so that the plan can be made again. Names of modules and devices
+are validated in `limits`, where the model and the fleet are known.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ _LOW_FIRST = "balanced_low_0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """Demands on a placement.
+    """Conditions for a placement.
 
     Parameters
     ----------
     strategy : {"auto", "balanced", "sequential"}
-        As few devices as hold the workload, and the best placement on so many for the objective;
-        every device, with as large a share of headroom on each as can be on all; or the devices in
-        the user's order, each filled as far as it goes before the next.
+        "auto" uses the fewest devices that hold the workload, with the best placement for the
+        objective; "balanced" uses every device and maximizes the least headroom, as a share of the
+        device's budget; "sequential" fills the devices in the user's order.
     pins : tuple of (str, str)
-        Modules or tensors, in the model's names or its checkpoint's, with the device that each
-        must be on.
+        Pairs of a module or tensor, by its name in the model or in the checkpoint, and the device
+        that it must be on.
     reserve : tuple of (str, int)
-        Devices, with bytes that are taken off their budgets.
+        Pairs of a device and the bytes to subtract from its budget.
     offload : bool
-        Whether weights may lie in the processor's memory where they fit no GPU.
+        True to keep weights in CPU memory if they don't fit the GPUs.
 
     Raises
     ------
     UsageError
-        If a pin stands twice, a number isn't positive, or the strategy is unknown.
+        If a name is pinned to two devices, a reserve isn't positive, or the strategy is unknown.
 
     Examples
     --------
@@ -72,15 +72,14 @@ class Constraints:
 
     @property
     def demands(self) -> bool:
-        """True if the place of modules is constrained."""
+        """True if the constraints restrict where modules run: by pins or by a strategy."""
         return bool(self.pins) or self.strategy != "auto"
 
 
 def strategy_of(device_map: object) -> Strategy | None:
-    """Return the strategy of transformers' words for a device map; None for a map.
+    """Return the strategy for transformers' ``device_map="balanced"``; None for a map or device.
 
-    "auto" is what accelerate leaves itself free to find best, and so is duoka's; "balanced" and
-    "sequential" are the same in both.
+    "auto", "balanced" and "sequential" are duoka's strategies of the same names.
     """
     word = device_map.strip().lower() if isinstance(device_map, str) else ""
     if word == _LOW_FIRST:

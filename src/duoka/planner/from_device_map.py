@@ -1,4 +1,4 @@
-"""A plan for a device map by hand: judged, forecast, and compared with duoka's own."""
+"""A plan for a user's device map: validated, forecast, and compared with the planner's own plan."""
 
 from __future__ import annotations
 
@@ -26,24 +26,25 @@ from .room import is_tight, room_bytes
 from .search import UnsearchableError
 
 OBJECTIVE = "given"
-"""The objective of a plan for a map: nothing was optimised."""
+"""The objective of a plan for a device map: the placement is given, nothing is optimized."""
 
 
 def follow_map(profile: Profile, problem: PlanProblem) -> Plan | NoPlan:
-    """Plan for the problem's device map, with the largest chunk that leaves room, else that fits.
+    """Plan for the problem's device map, with the best prefill chunk.
 
-    Raises PlacementError with all that is wrong with the map.
+    That is the largest chunk with the recommended free memory on every device, or else the largest
+    chunk that fits. Raises PlacementError with all faults of the map.
     """
-    # Chunks are tried from the largest on; the first one that leaves room ends the loop. Example:
+    # Chunks are tried from the largest on, until one leaves the recommended free memory. Example:
     #
-    #   chunk           fits    leaves room
+    #   chunk           fits    recommended free memory
     #   whole prompt    no
-    #   8192 tokens     yes     no              fitting[0]
-    #   4096 tokens     yes     yes             the last one in `fitting`: taken
+    #   8192 tokens     yes     no                         fitting[0]
+    #   4096 tokens     yes     yes                        fitting[-1]: chosen
     #
-    # If no chunk leaves room, smaller ones only cost time, and the largest that fits is taken. If
-    # none fits, `stages` are those of the smallest chunk, the last one tried.
-    _refuse_decided(problem)
+    # If no chunk leaves the recommended memory, smaller chunks only cost time, and the largest that
+    # fits is chosen. If none fits, `stages` are those of the smallest chunk, the last one tried.
+    _refuse_conflicts(problem)
     judgement = judge(problem.device_map, profile.outline, problem.fleet)
     check_context(problem.workload, profile.max_context_tokens, profile.model)
     placement = Placement(entries=judgement.placed, fingerprint=profile.fingerprint)
@@ -62,8 +63,8 @@ def follow_map(profile: Profile, problem: PlanProblem) -> Plan | NoPlan:
     return mapped.plan(*best, judgement.notes)
 
 
-def _refuse_decided(problem: PlanProblem) -> None:
-    """Refuse demands beside a device map, which decides them already."""
+def _refuse_conflicts(problem: PlanProblem) -> None:
+    """Refuse an objective, a strategy, pins or offloading together with a device map."""
     for is_given, decided, hint in (
         (
             problem.use_all or problem.objective != "auto",
@@ -87,7 +88,7 @@ def _refuse_decided(problem: PlanProblem) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _MappedModel:
-    """A model on the devices of a map, with the device of every block."""
+    """A model placed by a device map; `device_of` has the device of every block."""
 
     profile: Profile
     problem: PlanProblem
@@ -95,11 +96,11 @@ class _MappedModel:
     device_of: list[str]
 
     def forecast(self, workload: Workload) -> list[StageBytes]:
-        """Replay each device; without a limit where its budget doesn't suffice."""
-        # A map may visit a device several times (0, 1, 0), where the search gives each device one
-        # run of blocks: all blocks of a device are replayed together, and with `device_of` the
-        # replay counts copies of tensors that come by way of a third device. A device whose budget
-        # is exceeded is replayed again without a limit, for the numbers of the error.
+        """Return the peak bytes of each device, by a replay; they may exceed its budget."""
+        # A map may use a device for several runs of blocks (0, 1, 0): all blocks of a device are
+        # replayed together, and with `device_of` the replay counts copies of tensors that arrive by
+        # way of a third device. A device that exceeds its budget is replayed again without a limit,
+        # for the numbers of the error.
         devices = self.placement.devices
         stages = []
         for number, name in enumerate(devices):
@@ -113,7 +114,7 @@ class _MappedModel:
         return stages
 
     def plan(self, workload: Workload, stages: Sequence[StageBytes], notes: Sequence[str]) -> Plan:
-        """Make the plan; its value is the least free memory of a device."""
+        """Make the plan from the peak bytes of its devices; its value is the least free memory."""
         problem, profile, costs = self.problem, self.profile, Costs(self.profile, workload)
         runs = runs_of(self.device_of, costs.chain)
         plan = Plan(
@@ -150,6 +151,7 @@ class _MappedModel:
     def _reasons(
         self, workload: Workload, tightest: StageBytes, notes: Sequence[str]
     ) -> Iterator[Reason]:
+        """Yield the reasons of the plan, compared with the planner's own plan if it differs."""
         crossings = _crossings(self.device_of)
         yield Reason("device-map", crossing_values(crossings, tightest.free_bytes))
         yield from (Reason("note", {"text": f"{note}."}) for note in notes)
@@ -168,10 +170,11 @@ class _MappedModel:
 def _describe_shortage(
     profile: Profile, problem: PlanProblem, stages: Sequence[StageBytes]
 ) -> InfeasibleError:
+    """Return the error for devices that exceed their budgets, with the missing bytes of each."""
     overfull = [stage for stage in stages if stage.free_bytes < 0]
     missing = [max(stage.allocated_bytes - stage.budget_bytes, 1) for stage in overfull]
     workload = problem.workload
-    shortages = "; ".join(map(_shortage, overfull))
+    shortages = "; ".join(map(_describe_device, overfull))
     return InfeasibleError(
         f"the device map does not fit: {shortages}. {profile.model}, "
         f"{workload.context_tokens} tokens, batch {workload.batch}",
@@ -181,11 +184,12 @@ def _describe_shortage(
 
 
 def _crossings(device_of: Sequence[str]) -> int:
-    """Count a token's transfers between devices on its way through the blocks."""
+    """Count the transfers between devices per token: changes of device from block to block."""
     return sum(source != target for source, target in pairwise(device_of))
 
 
-def _shortage(stage: StageBytes) -> str:
+def _describe_device(stage: StageBytes) -> str:
+    """Describe by how much a device exceeds its budget, or that fragmentation is the cause."""
     size, budget = stage.allocated_bytes, stage.budget_bytes
     if size <= budget:
         return (

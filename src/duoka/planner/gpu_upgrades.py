@@ -1,7 +1,8 @@
-"""GPU upgrades: the GPU to add, or to put in the place of another, for a workload to fit.
+"""GPU upgrades: the GPU to add to a fleet, or to replace another with, so that a workload fits.
 
-Sizes are those of real cards; for each size the card is taken that offers the least memory, so that
-any other card of the size fits as well. Prices are unknown: less memory is taken to be cheaper.
+Memory sizes are those of real cards. Each size is represented by its card with the least usable
+memory, so that any other card of the size fits as well. Prices are unknown: a card with less memory
+is assumed to be cheaper.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ PlanFor = Callable[[PlanProblem], Plan | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upgrade:
-    """A sufficient fleet, in the words of `Fleet.parse`, and its plan."""
+    """A fleet on which the problem has a plan; `gpus` is in the form of `Fleet.parse`.
+
+    `text` describes the change, `new_bytes` is the memory of the additional cards.
+    """
 
     text: str
     gpus: str
@@ -36,20 +40,20 @@ class Upgrade:
 
 
 Candidate = tuple[str, str, int]
-"""The words of an upgrade ("" where another says the same), its fleet, and its new bytes."""
+"""Text of an upgrade ("" if another candidate covers it), fleet as text, and bytes of new cards."""
 
 
 def upgrades(problem: PlanProblem, plan_for: PlanFor) -> list[Upgrade]:
-    """Find the smallest sufficient card beside the others, or in the place of the smallest.
+    """Find up to three upgrades with a plan, in the order of new memory.
 
-    Where no single card as large as the largest present would do, also more of the same kind.
-    Returned in the order of new memory.
+    They are the smallest card to add, the smallest card to replace the smallest GPU with, and, if
+    one more GPU like the largest isn't enough, the number of such GPUs to add.
     """
     devices = [device for device in problem.fleet.devices if device.name != "cpu"]
     if not devices:
-        return []  # cards that fit such a machine are unknown
+        return []  # a machine without a GPU: unknown which cards it can hold
     fitting = []
-    for candidates in (_one_more, _replaced, _more_alike):
+    for candidates in (_one_more, _one_larger, _more_like_largest):
         for text, gpus, new_bytes in candidates(problem.gpus, devices):
             if plan := _plan_on(gpus, problem, plan_for):
                 if text:
@@ -59,21 +63,22 @@ def upgrades(problem: PlanProblem, plan_for: PlanFor) -> list[Upgrade]:
 
 
 def _max_new(devices: Sequence[Device]) -> int:
+    """Return the number of GPUs that may be added."""
     return min(_MOST_GPUS, MAX_DEVICES) - len(devices)
 
 
 def _one_more(gpus: str, devices: Sequence[Device]) -> Iterator[Candidate]:
-    """Yield each card beside the others, the smallest first."""
+    """Yield the fleet with one more card, for each card from the smallest on."""
     for card in _cards() if _max_new(devices) > 0 else ():
         size = round(card.memory_gib) * GIB
         yield f"one more card with {_describe(card)}", with_more(gpus, devices, card.name), size
 
 
-def _replaced(gpus: str, devices: Sequence[Device]) -> Iterator[Candidate]:
-    """Yield each larger card in the place of the smallest device, the smallest first.
+def _one_larger(gpus: str, devices: Sequence[Device]) -> Iterator[Candidate]:
+    """Yield the fleet with a larger card instead of the smallest GPU, the smallest card first.
 
-    No other exchange succeeds with a smaller card: of two fleets that differ by one device, the one
-    with the larger device holds whatever the other holds.
+    Replacing another GPU never needs a smaller card: the resulting fleets differ in one device, and
+    the fleet that keeps the larger GPU holds whatever the other fleet holds.
     """
     index = min(range(len(devices)), key=lambda number: devices[number].budget_bytes)
     smallest = devices[index]
@@ -84,13 +89,13 @@ def _replaced(gpus: str, devices: Sequence[Device]) -> Iterator[Candidate]:
             yield f"a card with {_describe(card)}, {place}", changed, round(card.memory_gib) * GIB
 
 
-def _more_alike(gpus: str, devices: Sequence[Device]) -> Iterator[Candidate]:
-    """Yield ascending numbers of further GPUs like the largest."""
+def _more_like_largest(gpus: str, devices: Sequence[Device]) -> Iterator[Candidate]:
+    """Yield the fleet with ascending numbers of additional GPUs like its largest one."""
     largest = max(devices, key=lambda device: device.budget_bytes)
     for count in range(1, _max_new(devices) + 1):
-        # A single one is a card of this size, or a smaller one, by `_one_more`.
+        # A single additional GPU is covered by `_one_more`, with a card of this size or a smaller.
         text = f"{count} more GPUs like {largest.name} ({_size_of(largest)})" if count > 1 else ""
-        more = with_more(gpus, devices, _entry(largest), count)
+        more = with_more(gpus, devices, _format_entry(largest), count)
         yield text, more, count * largest.budget_bytes
 
 
@@ -99,7 +104,7 @@ def _describe(card: catalogue.Card) -> str:
 
 
 def _plan_on(gpus: str, problem: PlanProblem, plan_for: PlanFor) -> Plan | None:
-    """Plan for another fleet, read as by the command line."""
+    """Plan the problem on another fleet, parsed as by the command line; None if nothing fits."""
     try:
         fleet = usable(Fleet.parse(gpus), problem.constraints)
     except DuokaError:
@@ -109,7 +114,7 @@ def _plan_on(gpus: str, problem: PlanProblem, plan_for: PlanFor) -> Plan | None:
 
 
 def _cards() -> Iterator[catalogue.Card]:
-    """Yield a card from Ampere on for each size, the smallest first."""
+    """Yield one card for each memory size, the smallest first; only cards from Ampere on."""
     by_size: dict[int, catalogue.Card] = {}
     cards = (card for card in catalogue.cards() if card.speeds["has_bfloat16"])
     for card in sorted(cards, key=lambda card: card.usable_bytes):
@@ -117,8 +122,8 @@ def _cards() -> Iterator[catalogue.Card]:
     yield from (card for _, card in sorted(by_size.items()))
 
 
-def _entry(device: Device) -> str:
-    """Write a device as an entry of a fleet: its card, or its budget if that is smaller."""
+def _format_entry(device: Device) -> str:
+    """Return a fleet entry for a device: its card if the budget is the card's, else its budget."""
     if device.product and catalogue.is_card(device.product):
         (card,) = Fleet.parse(device.product).devices
         if card.budget_bytes == device.budget_bytes:

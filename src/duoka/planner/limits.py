@@ -1,7 +1,7 @@
-"""Limits: a person's constraints for the blocks of one model and the GPUs of one fleet.
+"""Limits: the user's constraints, translated to the blocks of one model and the GPUs of one fleet.
 
-Names are those of the model or of its checkpoint, of any module or tensor. Memory is unknown here:
-whether a placement that obeys the constraints fits is for the search to find.
+Pins name any module or tensor, as the model or its checkpoint does. The search finds out if a
+placement that satisfies the constraints fits.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .search import PlacementLimits
 
 
 def fleet_for(fleet: Fleet, device_map: DeviceMap | None, *, offload: bool = False) -> Fleet:
-    """Add the CPU to a fleet if needed and without a budget of its own.
+    """Add the CPU to a fleet that lacks it, if needed, with the available CPU memory as its budget.
 
-    A device map may name it; and offloaded weights need it if the GPUs are this machine's: of
-    another machine the memory of the host is unknown.
+    The CPU is needed if the device map names it, and to offload weights if the GPUs are this
+    machine's: the CPU memory of another machine is unknown.
     """
     is_named = device_map is not None and device_map.names_cpu
     is_present = offload and any(device.uuid for device in fleet.devices)
@@ -48,7 +48,10 @@ def fleet_for(fleet: Fleet, device_map: DeviceMap | None, *, offload: bool = Fal
 def on_fleet(
     request: PlanRequest, fleet: Fleet | str, device_map: DeviceMap | None = None
 ) -> PlanProblem:
-    """Put a request on a fleet; a text is read by `Fleet.parse`."""
+    """Make the problem of a request on a fleet; a text is parsed by `Fleet.parse`.
+
+    Adds the CPU if needed, subtracts reserves from the budgets, and sets the GPU generation.
+    """
     for name, value, kind in (
         ("fleet", fleet, Fleet | str),
         ("workload", request.workload, Workload),
@@ -61,14 +64,15 @@ def on_fleet(
     if request.largest is not None:
         choose("largest", request.largest, LARGEST)
     fleet = Fleet.parse(fleet) if isinstance(fleet, str) else fleet
-    # A UUID means a GPU of this machine, on which this process may allocate with its options.
+    # A device with a UUID is a GPU of this machine, where the allocator's options of this process
+    # apply: options that the forecast can't model are refused.
     if any(device.uuid for device in fleet.devices):
         refuse_options()
     fleet = fleet_for(fleet, device_map, offload=request.constraints.offload)
     for name, target in request.constraints.pins:
         with _naming_pin(name, target):
             find_device(target, fleet)
-    # The generation decides on bytes: of cuBLAS's workspace, and of attention before Ampere.
+    # The generation determines the size of cuBLAS's workspace, and of attention before Ampere.
     workload = replace(request.workload, gpu_generation=fleet.gpu_generation)
     request = replace(request, workload=workload)
     return PlanProblem.of(request, usable(fleet, request.constraints), device_map)
@@ -76,7 +80,7 @@ def on_fleet(
 
 @contextmanager
 def _naming_pin(name: str, target: str) -> Iterator[None]:
-    """Name the pin in errors."""
+    """Put the pin in front of the message of a UsageError that is raised within the scope."""
     try:
         yield
     except UsageError as error:
@@ -84,8 +88,8 @@ def _naming_pin(name: str, target: str) -> Iterator[None]:
 
 
 def limits_for(constraints: Constraints, profile: Profile, fleet: Fleet) -> PlacementLimits:
-    """Translate pins to the device of each pinned block, by its place in the chain."""
-    # The search cuts a chain without tied blocks: those are on the device of their root. Example:
+    """Translate pins of names to pins of blocks, by index in the chain, and of fleet devices."""
+    # The search cuts a chain without tied blocks, which are on the device of their root. Example:
     # blocks 0 embedding, 1 and 2 layers, 3 head tied to 0; the chain is [0, 1, 2].
     #
     #   pin                          blocks    root's place in the chain
@@ -123,12 +127,13 @@ def limits_for(constraints: Constraints, profile: Profile, fleet: Fleet) -> Plac
     return PlacementLimits(pins=tuple((place, device) for place, (device, _) in pinned.items()))
 
 
-# A reserve is taken off a budget once, when a request meets a fleet (`usable`), so that the search,
-# the forecast and the check all see the smaller budget. The plan keeps the smaller budget and the
-# request with the reserve; planning again starts from `given_back`, or it would be taken off twice.
+# A reserve is subtracted from a budget once, when a problem is made (`usable`), so that the search,
+# the forecast and the check all have the smaller budget. The plan keeps the smaller budget and the
+# request with the reserve. Planning again starts from `given_back`, which adds the reserve back;
+# otherwise it would be subtracted twice.
 # Example: 24 GiB and a reserve of 2 GiB: the plan's fleet has 22 GiB, `given_back` has 24 GiB.
 def reserves(constraints: Constraints, fleet: Fleet) -> Mapping[str, int]:
-    """Return the bytes to take off the budgets, by the names of the fleet's devices."""
+    """Return the reserved bytes by the names of the fleet's devices."""
     sizes: dict[str, int] = {}
     for device, size in constraints.reserve:
         name = find_device(device, fleet)
@@ -139,11 +144,11 @@ def reserves(constraints: Constraints, fleet: Fleet) -> Mapping[str, int]:
 
 
 def usable(fleet: Fleet, constraints: Constraints) -> Fleet:
-    """Take the reserved bytes off the budgets of a fleet."""
+    """Return the fleet with the reserved bytes subtracted from its budgets."""
     return fleet.reserving(reserves(constraints, fleet)) if constraints.reserve else fleet
 
 
 def given_back(plan: Plan) -> Fleet:
-    """Add the reserved bytes to the budgets of a plan's fleet again."""
+    """Return the fleet of a plan with the reserved bytes added to its budgets again."""
     reserved = reserves(plan.request.constraints, plan.fleet)
     return plan.fleet.reserving({name: -size for name, size in reserved.items()})

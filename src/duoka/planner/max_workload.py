@@ -1,11 +1,11 @@
-"""Largest workloads: the longest context, or the largest batch, with a plan.
+"""Largest workloads: the longest context, or the largest batch, that has a plan.
 
-More tokens need more memory, but for segments and fragmentation: a context may fit where a slightly
-shorter one doesn't. So the answer is defined exactly. Contexts are whole multiples of `STEP_TOKENS`
-(from `COARSE_FROM_TOKENS` on, of `COARSE_STEP_TOKENS`) and the model's own limit; batches are whole
-numbers. The answer is the largest of them for which the planner finds a plan, among all below the
-first one that lower bounds rule out: bounds have no fragmentation in them, and grow with the
-number. With weights in the host's memory it is found by bisection.
+Because of the allocator's segments and fragmentation, a context may fit although a slightly shorter
+one doesn't. So the search is defined exactly. Candidate contexts are multiples of `STEP_TOKENS`
+(from `COARSE_FROM_TOKENS` on, of `COARSE_STEP_TOKENS`) and the model's limit; candidate batches are
+all integers. Lower bounds ignore fragmentation and grow with the size, so they rule out all sizes
+from some size on. The result is the largest candidate below that size for which the planner finds a
+plan. With offloaded weights the result is found by bisection, and may miss a larger one that fits.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def find_largest(profile: Profile, problem: PlanProblem) -> Plan | NoPlan:
         range(len(sizes)), True, key=lambda index: not is_conceivable(profile, resize(index))
     )
     if problem.constraints.offload:
-        # Each probe is a search for weights to offload, and takes seconds: nothing is tried above
-        # a size for which there is no plan.
+        # Each `fits` searches for weights to offload, which takes seconds: bisection assumes that
+        # no size fits above a size that doesn't.
         stop = bisect_left(range(stop), True, key=lambda index: not fits(index))
     for index in reversed(range(stop)):
         if fits(index):
@@ -70,7 +70,7 @@ def smallest_problem(profile: Profile, problem: PlanProblem) -> PlanProblem:
 
 
 def sizes_to_try(profile: Profile, problem: PlanProblem) -> Sequence[int]:
-    """Return the contexts or batches to choose from, in ascending order."""
+    """Return the candidate contexts or batches, in ascending order."""
     workload = problem.workload
     if problem.largest == "batch":
         max_batch = min(MOST_BATCH, MOST_BATCH_TOKENS // workload.context_tokens)
@@ -89,9 +89,10 @@ def sizes_to_try(profile: Profile, problem: PlanProblem) -> Sequence[int]:
 
 
 def _resize(problem: PlanProblem, size: int) -> Workload:
+    """Return the problem's workload with another batch or context."""
     workload = problem.workload
     if problem.largest == "batch" and workload.is_paged:
-        # So many requests, each of the longest length, run at once.
+        # Enough pages to run `size` requests of the full context at the same time.
         return replace(workload, batch=size, pages=size * least_pages(workload))
     if problem.largest == "batch":
         return replace(workload, batch=size)

@@ -1,9 +1,8 @@
-"""Offloads: the weights that may stay in the host's memory, the fewest bytes first.
+"""Offloads: the candidates of weights to keep in CPU memory, the fewest bytes first.
 
-What stays there is a run of blocks that ends with the last one, or before those at the end that
-are unlike any other (a norm, a head): a head is large, and to stream it takes a buffer as large as
-itself. The first block is never among them: a model's inputs go to where that is. It knows nothing
-of devices.
+A candidate is a run of consecutive blocks. It ends with the last block, or before the blocks at the
+end that occur once (a norm, a head), because streaming a large head needs a buffer of its size. The
+first block is never offloaded, because the model's inputs go to its device.
 """
 
 from __future__ import annotations
@@ -18,17 +17,18 @@ from duoka.forecast.profile import Profile
 
 
 def candidates(profile: Profile) -> list[tuple[int, tuple[int, ...]]]:
-    """Return all runs of blocks for the host, as (bytes, blocks); the fewest bytes first.
+    """Return all candidates as (bytes, blocks), the fewest bytes first.
 
-    Of equally many bytes the blocks that run later come first.
+    Of candidates with equal bytes, the one with later blocks comes first.
     """
     runs = set(_runs(profile))
     return sorted(runs, key=lambda run: (run[0], [-block for block in run[1]]))
 
 
 def _runs(profile: Profile) -> Iterator[tuple[int, tuple[int, ...]]]:
-    # For blocks a b c c d: runs that end with d, then (d is unlike the others) runs that end with
-    # the second c; there it stops, because kind c occurs more than once.
+    """Yield each candidate as (bytes, blocks), unsorted."""
+    # For blocks of the kinds a b c c d: runs that end with d and, because kind d occurs once, runs
+    # that end with the second c. No run ends earlier, because kind c occurs more than once.
     blocks = offloadable(profile)
     sizes = [weight_bytes(profile, block) for block in blocks]
     uses = Counter(block.kind for block in profile.blocks)
@@ -42,7 +42,7 @@ def _runs(profile: Profile) -> Iterator[tuple[int, tuple[int, ...]]]:
 
 
 def offloadable(profile: Profile) -> list[int]:
-    """Return the blocks whose weights can stay on the host, in execution order."""
+    """Return the blocks whose weights can be offloaded, by index, in execution order."""
     tied = {block.tied_to for block in profile.blocks if block.modules}
     return [
         index
@@ -56,7 +56,10 @@ def offloadable(profile: Profile) -> list[int]:
 
 
 def lightest(profile: Profile) -> Profile:
-    """Offload everything, at no cost: a lower bound of the needs of every offload."""
+    """Return the profile with all possible blocks offloaded and no buffers to stream them.
+
+    Its memory is a lower bound for every candidate.
+    """
     streaming = profile.offloading(offloadable(profile))
     return replace(
         streaming, kinds=tuple(replace(kind, streamed_bytes=0) for kind in streaming.kinds)
@@ -64,5 +67,5 @@ def lightest(profile: Profile) -> Profile:
 
 
 def weight_bytes(profile: Profile, block: int) -> int:
-    """Sum the weights of a block in bytes, each tensor rounded up as by allocators."""
+    """Return the bytes of a block's weights, each tensor rounded up as by CUDA's allocator."""
     return sum(map(rounded_bytes, profile.kinds[profile.blocks[block].kind].weight_bytes))

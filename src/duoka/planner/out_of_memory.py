@@ -1,4 +1,4 @@
-"""Out of memory: suggestions where something else took the memory of a plan."""
+"""Out of memory: suggestions if a device has less memory at run time than planned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .request import PlanRequest
 
 _MOST_WAYS = 3
 PlanAgain = Callable[[Checkpoint, PlanRequest, Fleet], Plan]
-"""Plans a checkpoint for a request on a fleet."""
+"""A function that plans a checkpoint for a request on a fleet."""
 
 
 class OutOfMemory(MachineError):
@@ -28,9 +28,9 @@ class OutOfMemory(MachineError):
     ----------
     message : str
     plan : Plan
-        Which the model was loaded for.
+        The plan that the model was loaded with.
     available_bytes : mapping of str to int
-        What the process could have on its devices in all, when that was.
+        The bytes that the process could use on each device when the error occurred.
     """
 
     def __init__(self, message: str, plan: Plan, available_bytes: Mapping[str, int]) -> None:
@@ -41,10 +41,10 @@ class OutOfMemory(MachineError):
 
 
 def look_for_ways(error: OutOfMemory, plan_again: PlanAgain) -> None:
-    """Add suggestions for the memory available now to an error, cheapest for quality first."""
+    """Plan again with the available memory; set the error's hint and suggestions by the result."""
     plan, available = error.plan, error.available_bytes
     if plan.objective == GIVEN:
-        return  # by a map: nothing else is looked for
+        return  # the user fixed the placement by a device map
     fleet = given_back(plan)
     shrunk = [
         replace(device, budget_bytes=min(device.budget_bytes, available[device.name]))

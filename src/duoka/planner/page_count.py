@@ -1,4 +1,4 @@
-"""Page count: the number of pages of a cache in a placement, and the speeds with them."""
+"""Page count: the number of pages of a paged KV cache that fit a placement, and its speeds."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ def fill(
     runs: Sequence[tuple[str, int, int]],
     device_of: Sequence[str] | None = None,
 ) -> Plan:
-    """Fill the free memory of a plan with pages, unless their number is given; add its speeds.
+    """Set the largest number of pages that fits a plan, unless it is given, and the plan's speeds.
 
-    `runs` are its stages: the device, and from which place of the chain to which; a device that a
-    person gave several of them takes them together.
+    `runs` are the plan's stages as (device, start, stop) in the chain. With a device map, a device
+    may have several runs, which are counted together. `device_of` has the device of every block, if
+    copies of tensors on third devices count.
     """
     workload, fleet = costs.workload, plan.fleet
     if workload.pages is None:
@@ -65,26 +66,25 @@ def with_pages(
     usable_bytes: Callable[[int], int],
     device_of: Sequence[str] | None = None,
 ) -> tuple[Workload, list[StageBytes]]:
-    """Resolve the number of pages to the largest for all stages; return the peaks of stages too.
+    """Return the workload with the largest number of pages that fits all stages, and their peaks.
 
-    What the allocator reserves may fall as pages are added: tensors of 5 to 10 MiB leave a part of
-    their segments of 20 MiB unused, those beyond have segments of their own size. It is constant
-    but for activations while as many tensors fit a segment of the same size; so runs of such counts
-    are looked at from above, beginning with the most that tensors alone leave room for, and the
-    first run with a count that fits is searched by halves.
+    The reserved bytes may fall as pages are added: tensors of 5 to 10 MiB leave a part of their
+    20 MiB segments unused, and larger tensors have segments of their own size. So bisection over
+    all counts would be wrong. It is used within ranges of counts in which segments have the same
+    size, from the range of the largest counts down.
     """
 
     # State: the largest count not ruled out yet (`max_pages`). `segments` is constant on a run of
-    # counts whose tensors fall into segments of the same size; within a run the reserved bytes grow
-    # with the count, so bisection finds the last one that fits. From run to run they may fall, so
-    # runs are taken from above: the first run whose least count fits holds the answer. Example of a
-    # fall: five tensors of 7 MiB lie in three segments of 20 MiB (60 MiB), five of 10 MiB in
+    # counts whose tensors are in segments of the same size. Within a run the reserved bytes grow
+    # with the count, so bisection finds the largest count that fits. From run to run they may fall,
+    # so runs are searched from above: the first run whose least count fits has the answer. Example
+    # of a fall: five tensors of 7 MiB need three segments of 20 MiB (60 MiB), five of 10 MiB need
     # segments of their own size (50 MiB).
     @cache
     def peaks_at(pages: int) -> list[StageBytes]:
         replay = ServingReplay(profile, replace(workload, pages=pages))
         peaks = [replay.run(blocks, device_of=device_of) for blocks, _ in stages]
-        return [stage for stage in peaks if stage is not None]  # nothing limits them
+        return [stage for stage in peaks if stage is not None]  # never None without a limit
 
     def exceeds(pages: int) -> bool:
         return any(
@@ -93,7 +93,7 @@ def with_pages(
         )
 
     min_pages = least_pages(workload)
-    tensors = [_page_tensors(profile, workload, blocks) for blocks, _ in stages]
+    tensors = [_page_tensor_bytes(profile, workload, blocks) for blocks, _ in stages]
     sizes = sorted({size for stage in tensors for size in stage})
 
     def segments(pages: int) -> list[tuple[bool, int, int]]:
@@ -125,10 +125,10 @@ def _segment_kind(num_bytes: int) -> tuple[bool, int, int]:
     return size >= LARGE_REQUEST_BYTES, segment, -(segment // size)
 
 
-def _page_tensors(
+def _page_tensor_bytes(
     profile: Profile, workload: Workload, blocks: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Return the bytes of each tensor of pages: with the fewest pages, and of a further page."""
+    """Return (bytes with the fewest pages, bytes per further page) of each tensor of pages."""
     replay = ServingReplay(profile, replace(workload, pages=least_pages(workload)), brief=True)
     place = SERVING_MONOMIALS.index("g")
     return [

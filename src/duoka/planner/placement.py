@@ -1,4 +1,4 @@
-"""Placement: the device of every module, complete or refused."""
+"""Placement: the device of every module."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Placement:
     Parameters
     ----------
     entries : tuple of (str, str)
-        Name of a module (or of a parameter) and torch's name of its device. A name stands for
-        everything below it; "" stands for the whole model.
+        Pairs of a module's (or parameter's) name and torch's name of its device. An entry applies
+        to everything below its name; "" is the whole model.
     fingerprint : str
-        The checkpoint or model that the placement was made for; empty when unknown.
+        Fingerprint of the checkpoint or model that the placement was made for; empty if unknown.
 
     Raises
     ------
     PlacementError
-        If there is no entry, or a name stands twice.
+        If there is no entry, or a name occurs twice.
 
     Examples
     --------
@@ -62,7 +62,7 @@ class Placement:
         return tuple(dict.fromkeys(device for _, device in self.entries))
 
     def device_of(self, name: str) -> str | None:
-        """Return the device of a parameter, buffer or module; None without an entry."""
+        """Return the device of a parameter, buffer or module; None if no entry applies."""
         device_map = self.device_map
         entry = longest_prefix(name, device_map)
         return None if entry is None else device_map[entry]
@@ -70,8 +70,8 @@ class Placement:
     def devices_of(self, profile: Profile) -> list[str]:
         """Return the device of every block.
 
-        A block without a module is the caller's own work: it is where the block is that it is tied
-        to, or with the block before it.
+        A block without a module is work of the model's caller, outside of all modules. Its device
+        is that of the block it is tied to, or else of the block before it.
         """
         devices: list[str] = []
         for block in profile.blocks:
@@ -87,7 +87,10 @@ class Placement:
         return devices
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuse names without a device and entries of nothing, all at once."""
+        """Raise PlacementError with all names without a device and all entries without a name.
+
+        `names` are those of the model's parameters and buffers.
+        """
         names = tuple(names)
         device_map = self.device_map
         missing = [name for name in names if longest_prefix(name, device_map) is None]
@@ -111,7 +114,7 @@ class Placement:
 
 
 def runs_of(device_of: Sequence[str], chain: Sequence[int]) -> list[tuple[str, int, int]]:
-    """Return the runs of a chain of blocks on a device: device, start, stop in the chain."""
+    """Return the runs of blocks on the same device, as (device, start, stop) in the chain."""
     runs: list[tuple[str, int, int]] = []
     for device, blocks in groupby(device_of[block] for block in chain):
         start = runs[-1][2] if runs else 0

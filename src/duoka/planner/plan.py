@@ -1,8 +1,8 @@
 """Plan: fleet, workload, placement, forecast and reasons, as a file.
 
-The file is JSON, with a version and a schema (``plan.schema.json`` beside this module). It is for
-one checkpoint, by its fingerprint, and for GPUs by their identity: `Plan.on_fleet` finds them again
-whatever they are called by now.
+The file is JSON, with a version and a schema (``plan.schema.json`` beside this module). A plan is
+valid for one checkpoint, identified by its fingerprint, and for GPUs identified by UUID:
+`Plan.on_fleet` finds the GPUs again if their names have changed.
 """
 
 from __future__ import annotations
@@ -44,39 +44,42 @@ class Plan:
     source : str
         The checkpoint's directory; empty for a model that was given as an object.
     model : str
-        The model's class.
+        Name of the model's class.
     fingerprint : str
-        Of the checkpoint or model that the plan was made for.
+        Fingerprint of the checkpoint or model that the plan was made for.
     fleet : Fleet
         The devices that could be used.
     workload : Workload
-        With every "auto" resolved.
+        The workload, with every "auto" resolved.
     placement : Placement
-        On devices of the fleet.
+        The device of every module, among the devices of the fleet.
     forecast : Forecast
-        For the same devices in the same order.
+        The forecast of the devices in use, in order of first use.
     objective : str
-        What was optimised: "headroom" (the least `headroom_bytes` of a device in use), "latency" or
-        "throughput"; "given" for a device map, with the least `free_bytes` as value.
+        "headroom" (the least `headroom_bytes` of a device in use), "latency", "throughput" or
+        "pages"; "balance" and "order" for the strategies balanced and sequential; "given" for a
+        device map, with the least `free_bytes` as value.
     value, bound : float
-        The objective's value, and the best that any placement with as much room could reach.
+        The objective's value, and the best value that a placement under the same conditions (number
+        of devices, free memory, constraints) can have.
     binding_device : str
         The device that limits the objective.
     request : PlanRequest
-        What was asked for.
+        The request that the plan answers, with "auto" unresolved.
     why : tuple of Reason
-        Each with its `kind`, the numbers and names that belong to it (`values`) and its sentence
+        The reasons, each with its `kind`, the `values` of its placeholders and its sentence
         (`text`).
     offloaded : tuple of str
-        Modules whose weights stay in the host's memory, in the order in which they run; each is
-        copied to its device whenever it is called.
+        Modules whose weights stay in CPU memory, in execution order. The weights of a module are
+        copied to its device at each call.
     needs_movers : bool
-        Whether arguments must be moved on one device, too: the model's code makes some on the host.
+        True if inputs of modules must be moved even on a single device, because the model's code
+        creates tensors on the CPU.
 
     Raises
     ------
     FormatError
-        If these contradict each other.
+        If the fields contradict each other.
     """
 
     source: str
@@ -94,7 +97,7 @@ class Plan:
     why: tuple[Reason, ...] = ()
     offloaded: tuple[str, ...] = ()
     needs_movers: bool = False
-    # What is for people lies above: `duoka.api`, where plans are public, says how to print one.
+    # Set by `duoka.api`, because the package that formats tables may not be imported here.
     format_table: ClassVar[Callable[[Plan], str]] = repr
 
     def __post_init__(self) -> None:
@@ -136,18 +139,18 @@ class Plan:
         try:
             text.encode()
         except UnicodeEncodeError:
-            # The name of a directory can be bytes that are no text; escaped, they survive.
+            # The name of a directory may be invalid UTF-8; as JSON escapes its bytes are preserved.
             return json.dumps(data, indent=1)
         return text
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a plan.
+        """Read a plan from its JSON text.
 
         Raises
         ------
         FormatError
-            If the text is no plan, or one of another version.
+            If the text isn't a plan, or is a plan of an unsupported version.
         """
         data = parse_json_object(text, "the plan")
         if data.pop("format", None) != _FORMAT:
@@ -155,7 +158,7 @@ class Plan:
                 "this is not a duoka plan", hint="create one with `duoka plan --save FILE`"
             )
         version = data.pop("version", None)
-        if version == 6 and isinstance(data.get("request"), dict):  # answers had no limit
+        if version == 6 and isinstance(data.get("request"), dict):  # lacked `most_new_tokens`
             data["request"].setdefault("most_new_tokens", None)
         elif type(version) is not int or version != _VERSION:
             is_newer = type(version) is int and version > _VERSION
@@ -167,11 +170,11 @@ class Plan:
         return from_dict(cls, data)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a file, whole or not at all."""
+        """Write the plan to a file; after an error the old file is unchanged."""
         write_whole(Path(path), self.to_json() + "\n")
 
     def lasting(self) -> Plan:
-        """Make the checkpoint's path absolute, for use in any directory."""
+        """Return the plan with an absolute path of its checkpoint, for use in any directory."""
         source = Path(self.source)
         if not self.source or not source.exists():  # given as an object, or on the Hub
             return self
@@ -184,7 +187,7 @@ class Plan:
         Raises
         ------
         FormatError
-            If the file can't be read, or is no plan of this version.
+            If the file can't be read, or isn't a plan of a supported version.
         """
         try:
             text = read_text(Path(path), most_bytes=_MAX_BYTES)
@@ -200,7 +203,7 @@ class Plan:
             raise FormatError(f"{path}: {error}", hint=hint) from error
 
     def refuse_other(self, fingerprint: str, source: str) -> None:
-        """Raise FormatError for another fingerprint than the plan's."""
+        """Raise FormatError if the fingerprint of the model from `source` isn't the plan's."""
         if fingerprint != self.fingerprint:
             differ = ", ".join(differences(self.fingerprint, fingerprint))
             raise FormatError(
@@ -209,10 +212,10 @@ class Plan:
             )
 
     def on_this_machine(self) -> Plan:
-        """Move the plan to this machine's GPUs, as they are now; see `on_fleet`.
+        """Move the plan to this machine's GPUs in their current state; see `on_fleet`.
 
-        Where the driver doesn't tell memory, as of GPUs that share the processor's, there is
-        nothing to hold a plan for declared GPUs against: it stays as it is.
+        A plan without CUDA devices is returned unchanged. So is a plan for declared GPUs if no GPU
+        is usable and the driver doesn't report memory, as on GPUs that share the CPU's memory.
         """
         if not any(name.startswith("cuda") for name in self.devices):
             return self
@@ -225,19 +228,19 @@ class Plan:
         return self.on_fleet(present)
 
     def on_fleet(self, present: Fleet) -> Plan:
-        """Move the plan to the GPUs present now, as found by `Fleet.detect`.
+        """Move the plan to the present GPUs, as found by `Fleet.detect`.
 
-        GPUs are found by their UUID, and have the names and no more than the budgets that they
-        have now. Declared ones are found by name. Other devices stay as they are.
+        A detected GPU of the plan is found by its UUID, a declared GPU by its name. It takes the
+        present name, and the smaller of the planned and the present budget. Other devices are
+        unchanged.
 
         Raises
         ------
         FleetError
-            If a GPU is gone, or has less memory now than the plan needs: with every difference.
+            If a GPU is missing, or has less memory now than the plan needs; reports all such GPUs.
         """
-        # Names like cuda:1 change with CUDA_VISIBLE_DEVICES and reboots; UUIDs don't. A detected
-        # GPU is found by its UUID and takes its current name. All differences are collected, so
-        # that one error reports them together.
+        # Names like cuda:1 change with CUDA_VISIBLE_DEVICES and reboots; UUIDs don't. All problems
+        # are collected, so that one error reports them together.
         devices = {
             device.name: _find_device(device, present) if device.name.startswith("cuda") else device
             for device in self.fleet.devices
@@ -256,7 +259,10 @@ class Plan:
         return self.move_to(now)
 
     def move_to(self, now: Mapping[str, Device]) -> Plan:
-        """Move the plan to other devices, by old names; each keeps the smaller budget."""
+        """Move the plan to the devices that `now` maps its device names to.
+
+        Each device has the smaller of the old and the new budget.
+        """
         now = {
             name: replace(
                 device, budget_bytes=min(device.budget_bytes, self.fleet.device(name).budget_bytes)
@@ -281,7 +287,7 @@ class Plan:
         fleet = Fleet(devices=tuple(now.values()), links=links)
         return replace(
             self,
-            # That of the GPUs that are here, with which the plan is proved.
+            # The generation of the new GPUs, for which the plan is checked.
             workload=replace(self.workload, gpu_generation=fleet.gpu_generation),
             fleet=fleet,
             placement=replace(self.placement, entries=entries),
@@ -290,7 +296,7 @@ class Plan:
         )
 
     def _problems(self, devices: dict[str, Device | None]) -> Iterator[str]:
-        """Yield the reasons against running on the devices found."""
+        """Yield a problem for each device in use that is missing or has too little memory."""
         for stage in self.forecast.devices:
             label, gpu = _label(self.fleet.device(stage.device)), devices[stage.device]
             if gpu is None:
@@ -304,7 +310,7 @@ class Plan:
 
 
 def _find_device(device: Device, present: Fleet) -> Device | None:
-    """Find the same GPU among the present ones; declared GPUs by name alone."""
+    """Find a GPU of the plan among the present ones by UUID; without a UUID, by name."""
     for candidate in present.devices:
         if candidate.uuid == device.uuid if device.uuid else candidate.name == device.name:
             return candidate

@@ -1,4 +1,4 @@
-"""The profile of a plan's model, and its checkpoint's names."""
+"""The cached profile of a plan's model, and device maps with the checkpoint's names."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .plan import Plan
 
 Convention = Literal["model", "checkpoint"]
 CONVENTIONS: tuple[Convention, ...] = get_args(Convention)
-"""Whose names of modules are written."""
+"""Conventions of module names: the model's own, or those of its published checkpoint."""
 
 
 def cached_profile(plan: Plan) -> Profile | None:
-    """Return the cached profile of a plan's model."""
-    # What was traced for one workload alone is kept under the workload as it was asked for.
+    """Return the cached profile of a plan's model; None if the cache has none."""
+    # A profile that is valid for one workload only is cached under the requested workload.
     requested = replace(plan.request.workload, dtype=plan.workload.dtype)
     return find_profile(plan.fingerprint, plan.workload) or find_profile(
         plan.fingerprint, requested
@@ -27,7 +27,10 @@ def cached_profile(plan: Plan) -> Profile | None:
 
 
 def needed_profile(plan: Plan, what_for: str) -> Profile:
-    """Return the cached profile; raise UsageError without any."""
+    """Return the cached profile of a plan's model; raise UsageError if the cache has none.
+
+    `what_for` completes the error's message.
+    """
     profile = cached_profile(plan)
     if profile is None:
         raise UsageError(
@@ -44,9 +47,9 @@ def map_of(
     *,
     offloaded_to: str | None = None,
 ) -> dict[str, str]:
-    """Map each module of a plan to its device, in either convention of names.
+    """Map each module of a plan to its device, with names of a convention.
 
-    Offloaded modules are where they compute, or on a device of their own.
+    An offloaded module has the device where it computes, or `offloaded_to` if given.
     """
     devices = plan.device_map
     if offloaded_to is not None:

@@ -1,6 +1,6 @@
 """The planner: a profile, a fleet and a workload become a placement, its forecast and its reasons.
 
-It computes from its arguments alone: no file is read and no GPU is queried.
+The plan depends on the arguments alone: no file is read and no GPU is queried.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from .search import KnownBytes, NoPlacement, PlacementLimits, Solution
 
 _CHUNK_TOKENS = (8192, 4096, 2048, 1024, 512)
 _LEAST_REPORTED_BYTES = 4096
-_STEP_TOKENS = (2048, 1024, 512)  # of all running requests together, over a paged cache
+_STEP_TOKENS = (2048, 1024, 512)  # token budgets of a step, all running requests of a paged cache
 
 
 @dataclass(frozen=True, slots=True)
 class NoPlan:
-    """The reason why a problem has no plan.
+    """The result for a problem without a plan; falsy. `describe` makes the error.
 
-    Looking for alternatives fails often, and the shortfall takes a search of its own, so that the
-    error is made only where somebody reads it.
+    The missing bytes of the error take a search of their own. Searches for suggestions fail often
+    and don't report the error, so `describe` computes it on demand.
     """
 
     describe: Callable[[], InfeasibleError]
@@ -60,17 +60,18 @@ class NoPlan:
 def place_best(profile: Profile, problem: PlanProblem, *, leave_room: bool = True) -> Plan | NoPlan:
     """Find the best placement.
 
-    The fewest devices that hold the workload and leave room (`room.preferences`) are used, all of
-    them with `use_all`; among the placements on so many devices the one that is best for the
-    objective is taken. It is the optimum over all contiguous cuts and all orders of the devices
-    that obey the constraints. The strategies "balanced" and "sequential" choose otherwise
-    (`search.search`). Where nothing leaves room, and without `leave_room`, the fewest devices that
-    hold the workload are used. The CPU is used only where there is nothing else.
+    The plan uses the fewest devices that hold the workload with the recommended free memory
+    (`room.preferences`), or all devices with `use_all`. Among the placements on that number of
+    devices it is optimal for the objective, over all contiguous cuts and all orders of the devices
+    that satisfy the constraints. The strategies "balanced" and "sequential" follow other rules
+    (`search.search`). Without `leave_room`, or if no placement leaves the recommended free memory,
+    the plan uses the fewest devices that hold the workload. Modules run on the CPU only if the
+    fleet has no GPU.
     """
     assert problem.device_map is None, "from_device_map follows maps"
     _refuse_unplannable(profile, problem)
-    gpu_problem = _on_gpus(profile, problem)
-    plan = _place_in_order(profile, gpu_problem, leave_room=leave_room)
+    gpu_problem = _restrict_to_gpus(profile, problem)
+    plan = _place_by_preference(profile, gpu_problem, leave_room=leave_room)
     if isinstance(plan, NoPlacement):
         shortage = plan
         gpus = gpu_problem.fleet.devices
@@ -87,20 +88,20 @@ def place_best(profile: Profile, problem: PlanProblem, *, leave_room: bool = Tru
 
 def is_conceivable(profile: Profile, problem: PlanProblem) -> bool:
     """Return False if lower bounds rule out every placement; nothing is replayed."""
-    gpu_problem = _on_gpus(profile, problem)
+    gpu_problem = _restrict_to_gpus(profile, problem)
     if _fits_bounds(profile, gpu_problem):
         return True
     if not problem.constraints.offload:
         return False
     if not _fits_bounds(lightest(profile), gpu_problem):
         return False
-    # A plan that is possible mostly exists with everything offloaded that may be.
+    # The candidate with the most bytes on the host is the likeliest to fit, so it is tried first.
     runs = reversed([blocks for _, blocks in candidates(profile)])
     return any(_fits_bounds(profile.offloading(blocks), gpu_problem) for blocks in runs)
 
 
 def _refuse_unplannable(profile: Profile, problem: PlanProblem) -> None:
-    """Refuse a context beyond the model's, and offloading beside training or quantization."""
+    """Refuse a context beyond the model's limit, and offloading with training or quantization."""
     check_context(problem.workload, profile.max_context_tokens, profile.model)
     if not problem.constraints.offload:
         return
@@ -117,6 +118,7 @@ def _refuse_unplannable(profile: Profile, problem: PlanProblem) -> None:
 
 
 def _fits_bounds(profile: Profile, problem: PlanProblem) -> bool:
+    """Return False if lower bounds rule out every placement with the offloads of the profile."""
     return search.is_conceivable(
         _chunked_costs(profile, problem),
         problem.fleet,
@@ -133,8 +135,8 @@ def _chunked_costs(profile: Profile, problem: PlanProblem) -> list[Costs]:
     ]
 
 
-def _on_gpus(profile: Profile, problem: PlanProblem) -> PlanProblem:
-    """Restrict the problem to GPUs, and translate its constraints for the profile."""
+def _restrict_to_gpus(profile: Profile, problem: PlanProblem) -> PlanProblem:
+    """Remove the CPU from the problem's fleet, and translate pins to the profile's blocks."""
     fleet = without_cpu(problem.fleet)
     limits = limits_for(problem.constraints, profile, fleet)
     return replace(problem, fleet=fleet, limits=limits)
@@ -143,11 +145,14 @@ def _on_gpus(profile: Profile, problem: PlanProblem) -> PlanProblem:
 def _place_offloaded(
     profile: Profile, problem: PlanProblem, hosts: Sequence[Device]
 ) -> Plan | None:
-    """Return the plan with the fewest bytes of weights in the host's memory, if any."""
-    # Candidates come with ascending bytes, so the first one with a plan keeps the fewest bytes on
-    # the host. Most are skipped by two bounds: too few bytes for the GPUs' shortfall (all stages
-    # together hold at least the bytes of one stage of everything, whatever the cuts), and lower
-    # bounds of the search with the rest.
+    """Return the plan with the fewest bytes of weights in CPU memory; None if no plan fits.
+
+    `hosts` has the fleet's CPU, or is empty if the CPU memory is unknown.
+    """
+    # Candidates come with ascending bytes, so the first one with a plan keeps the fewest bytes in
+    # CPU memory. Two bounds skip most candidates: the offloaded bytes are fewer than the GPUs'
+    # shortfall (whatever the cuts, all stages together hold at least the bytes of a single stage
+    # with all blocks), or the lower bounds of the search don't fit with the candidate offloaded.
     least_bytes = min(
         int(costs.lower_bound_bytes[0, -1]) for costs in _chunked_costs(profile, problem)
     )
@@ -159,7 +164,7 @@ def _place_offloaded(
             continue
         streaming = profile.offloading(blocks)
         if _fits_bounds(streaming, problem):
-            plan = _place_in_order(streaming, problem)
+            plan = _place_by_preference(streaming, problem)
             if isinstance(plan, Plan):
                 notes = () if hosts else (Reason("host-unknown"),)
                 return replace(plan, why=(*plan.why, *notes))
@@ -167,21 +172,21 @@ def _place_offloaded(
 
 
 def without_cpu(fleet: Fleet) -> Fleet:
-    """Return the GPUs of a fleet; the CPU if there are none."""
+    """Return the fleet without the CPU; unchanged if it has no other device."""
     gpus = [name for name in fleet.names if name != "cpu"]
     return fleet.only(gpus) if gpus else fleet
 
 
-def _place_in_order(
+def _place_by_preference(
     profile: Profile, problem: PlanProblem, *, leave_room: bool = True
 ) -> Plan | NoPlacement:
-    """Return the first plan in the order of preference: room first, then whatever fits."""
-    # `preferences`: large chunks with room, small chunks with room, any chunk without room. Within
-    # each, fewer devices are better than larger chunks.
+    """Return the plan of the first group of `room.preferences` that has one."""
+    # The groups: large chunks with the recommended free memory, small chunks with it, all chunks
+    # without it. Within a group, fewer devices are preferred to larger chunks.
     chunked = _chunked_costs(profile, problem)
     *with_room, without_room = preferences(chunked) if leave_room else (chunked,)
     for roomy_costs in with_room:
-        with suppress(UsageError):  # pins may forbid the further devices that room would take
+        with suppress(UsageError):  # pins may exclude the additional devices that are needed
             plan = _place_on_fewest(roomy_costs, problem)
             if isinstance(plan, Plan):
                 return plan
@@ -189,12 +194,12 @@ def _place_in_order(
 
 
 def _place_on_fewest(chunked: Sequence[Costs], problem: PlanProblem) -> Plan | NoPlacement:
-    """Return the plan with the fewest devices, then with the largest chunk."""
+    """Return the plan with the fewest devices and, for that number, with the largest chunk."""
     shortage = NoPlacement()
     memories: list[KnownBytes] = []
     try:
         for limits in _limits_to_try(chunked, problem):
-            # Only now: mostly the line above has found out already that nothing fits.
+            # On demand: if nothing fits, `_limits_to_try` mostly raises before yielding.
             memories = memories or [KnownBytes(costs, problem.fleet) for costs in chunked]
             for costs, memory in zip(chunked, memories, strict=True):
                 try:
@@ -202,15 +207,19 @@ def _place_on_fewest(chunked: Sequence[Costs], problem: PlanProblem) -> Plan | N
                 except NoPlacement as reason:
                     shortage |= reason
     except NoPlacement as reason:
-        return reason  # for any number of devices
+        return reason  # lower bounds rule out any number of devices
     return shortage
 
 
 def _limits_to_try(chunked: Sequence[Costs], problem: PlanProblem) -> Iterator[PlacementLimits]:
-    """Yield ascending numbers of devices, where fewer are better than larger chunks."""
+    """Yield the problem's limits with ascending numbers of devices, because fewer are preferred.
+
+    With `use_all`, for pages, for a strategy and with a single chunk, the limits are yielded once
+    and unchanged: `search.search` then decides the number.
+    """
     wants_pages = chunked[0].page_bytes is not None and problem.objective in ("auto", "pages")
     is_free = not (problem.use_all or wants_pages) and problem.constraints.strategy == "auto"
-    if not is_free or len(chunked) == 1:  # of pages no number of devices has enough
+    if not is_free or len(chunked) == 1:  # for pages the search itself compares all numbers
         yield problem.limits
         return
     max_devices = min(len(problem.fleet.devices), chunked[0].num_blocks)
@@ -223,10 +232,10 @@ def _search_plan(
     costs: Costs, problem: PlanProblem, limits: PlacementLimits, memory: KnownBytes | None
 ) -> Plan:
     """Return the plan of the optimum; raise NoPlacement if nothing fits."""
-    # The search assumes that tensors go straight from stage to stage. Where tied modules return to
-    # an earlier device, the placement decides which copies a stage holds besides: the optimum is
-    # replayed with them. A stage that no longer fits is remembered by `costs` as one that doesn't
-    # fit, and the search runs again without it.
+    # The search assumes that tensors go straight from stage to stage. If tied modules return to an
+    # earlier device, stages hold further copies of tensors, which depend on the placement: the
+    # optimum is replayed with these copies. `costs` records a stage that no longer fits as one that
+    # doesn't fit, and the search runs again without the stage.
     while True:
         solution = search.search(
             costs,
@@ -237,7 +246,7 @@ def _search_plan(
             limits=limits,
             memory=memory,
         )
-        memory = None  # copies by way of other devices may refuse a stage that it takes as exact
+        memory = None  # outdated: the copies may rule out a stage whose bytes it holds as exact
         peaks = [*_stage_peaks(costs, solution, problem.fleet)]
         fitting = [stage for stage in peaks if stage is not None]
         if len(fitting) == len(peaks):
@@ -245,8 +254,8 @@ def _search_plan(
 
 
 def _stage_peaks(costs: Costs, solution: Solution, fleet: Fleet) -> Iterator[StageBytes | None]:
-    """Yield the peak of each stage; None if copies by way of other devices exceed its budget."""
-    device_of = _device_of(costs, solution, fleet)
+    """Yield the peak bytes of each stage; None if copies on third devices exceed the budget."""
+    device_of = _devices_of_blocks(costs, solution, fleet)
     for number, stage in enumerate(solution.stages):
         budget = fleet.devices[stage.device].budget_bytes
         if costs.has_returns:
@@ -257,7 +266,10 @@ def _stage_peaks(costs: Costs, solution: Solution, fleet: Fleet) -> Iterator[Sta
 
 
 def with_chunks(workload: Workload) -> Iterator[Workload]:
-    """Yield the workload with its prefill chunk resolved: the whole prompt, then smaller chunks."""
+    """Yield the workload with each prefill chunk to try, the largest first; None is a single pass.
+
+    A given chunk is the only one. An "auto" image batch becomes a single pass for all images.
+    """
     if workload.images and workload.vision_batch == "auto":
         workload = replace(workload, vision_batch=None)
     sizes: list[int | None] = [None]
@@ -266,7 +278,7 @@ def with_chunks(workload: Workload) -> Iterator[Workload]:
     elif workload.is_paged:
         sizes = [min(tokens, workload.context_tokens) for tokens in _STEP_TOKENS]
     elif workload.training is None and not workload.images:
-        # Training takes whole sequences; with images each chunk has a profile of its own.
+        # Training runs whole sequences. With images, each chunk needs a trace of its own.
         sizes += [tokens for tokens in _CHUNK_TOKENS if tokens < workload.prompt_tokens]
     for tokens in dict.fromkeys(sizes):
         yield replace(workload, prefill_chunk_tokens=tokens)
@@ -282,8 +294,8 @@ def check_context(workload: Workload, limit: int | None, model: str) -> None:
         )
 
 
-def _device_of(costs: Costs, solution: Solution, fleet: Fleet) -> list[str]:
-    """Return the device of every block."""
+def _devices_of_blocks(costs: Costs, solution: Solution, fleet: Fleet) -> list[str]:
+    """Return the name of the device of every block, in the profile's order."""
     devices: dict[int, str] = {}
     for stage in solution.stages:
         name = fleet.devices[stage.device].name
@@ -294,8 +306,9 @@ def _device_of(costs: Costs, solution: Solution, fleet: Fleet) -> list[str]:
 def _make_plan(
     costs: Costs, solution: Solution, peaks: Sequence[StageBytes], problem: PlanProblem
 ) -> Plan:
+    """Make the plan of a solution, given the peak bytes of its stages."""
     profile, fleet = costs.profile, problem.fleet
-    device_of = _device_of(costs, solution, fleet)
+    device_of = _devices_of_blocks(costs, solution, fleet)
     runs = [(fleet.names[stage.device], stage.start, stage.stop) for stage in solution.stages]
     forecasts = tuple(
         stage_bytes.place_on(fleet.device(name))
@@ -336,7 +349,10 @@ def _make_plan(
 
 
 def _copy_seconds(costs: Costs, solution: Solution, fleet: Fleet) -> float | None:
-    """Return the seconds of each step's copies from the host, None if a link's speed is unknown."""
+    """Return the seconds to copy offloaded weights in each step.
+
+    None if nothing is offloaded, or if the host's link to a device has an unknown speed.
+    """
     copies = [
         (costs.streamed_bytes(stage.start, stage.stop), fleet.devices[stage.device])
         for stage in solution.stages
@@ -350,12 +366,13 @@ def _copy_seconds(costs: Costs, solution: Solution, fleet: Fleet) -> float | Non
 def _reasons(
     costs: Costs, solution: Solution, problem: PlanProblem, copy_seconds: float | None
 ) -> Iterator[Reason]:
+    """Yield the reasons for a solution, except for low free memory (`room_reasons`)."""
     used = [problem.fleet.names[stage.device] for stage in solution.stages]
     num_used, num_devices = len(used), len(problem.fleet.devices)
     wants_few = problem.constraints.strategy == "auto" and not problem.use_all
     if wants_few and solution.objective != "pages":
         is_tight = num_used > 1 and costs.room is not None
-        is_tight = is_tight and _may_fit_fewer(problem, costs, num_used)
+        is_tight = is_tight and _may_fit_on_fewer(problem, costs, num_used)
         is_limited = bool(problem.limits)
         yield from gpus_reason(
             num_used, num_devices, used[0], is_limited=is_limited, lack_room=is_tight
@@ -371,8 +388,8 @@ def _reasons(
     yield from chunk_reason(problem.workload, costs.workload)
 
 
-def _may_fit_fewer(problem: PlanProblem, costs: Costs, num_used: int) -> bool:
-    """Return True unless lower bounds rule out fewer devices without room."""
+def _may_fit_on_fewer(problem: PlanProblem, costs: Costs, num_used: int) -> bool:
+    """Return True unless lower bounds rule out one device less, even without free memory."""
     return search.is_conceivable(
         _chunked_costs(costs.profile, problem),
         problem.fleet,
@@ -383,10 +400,11 @@ def _may_fit_fewer(problem: PlanProblem, costs: Costs, num_used: int) -> bool:
 def _describe_shortage(
     profile: Profile, problem: PlanProblem, shortage: NoPlacement
 ) -> InfeasibleError:
+    """Return the error for a problem without a plan, with a lower bound of the missing bytes."""
     workload, missing_bytes = problem.workload, shortage.shortfall_bytes()
-    # A lower bound: it may be next to nothing where the cut doesn't work out.
-    is_told = missing_bytes >= _LEAST_REPORTED_BYTES
-    shortfall = f"; at least {format_bytes(missing_bytes)} are missing" if is_told else ""
+    # A lower bound, which can be almost 0 if the bytes fit and only no cut does.
+    is_reported = missing_bytes >= _LEAST_REPORTED_BYTES
+    shortfall = f"; at least {format_bytes(missing_bytes)} are missing" if is_reported else ""
     return InfeasibleError(
         f"{profile.model} does not fit: {format_bytes(profile.weight_bytes)} of weights, "
         f"{workload.context_tokens} tokens, batch {workload.batch}; "

@@ -1,7 +1,8 @@
 """Reasons of plans as data, and the table of their sentences.
 
-A plan keeps its reasons as kinds with numbers and names, in its file too, so that a sentence can
-be reworded. The values of other placements belong to an explanation.
+A plan and its file store a reason as the key of a sentence in `_SENTENCES` with the values of the
+sentence's placeholders, so that a sentence can be reworded without a new file version. Comparisons
+with other placements are computed in `explain`, not here.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ _SENTENCES = {
     "model-limit": "The longest context is {tokens} tokens, the limit of the model.",
     "device-map": f"Placed by the device map: {_CROSSINGS}",
     "own-plan": f"duoka's own plan for these GPUs uses {{devices}}: {_CROSSINGS}",
-    "note": "{text}",  # of whoever made the profile or the device map
+    "note": "{text}",  # a note of the profile, or about the device map
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """A reason of a plan: a kind of the table, with the numbers and names of its sentence."""
+    """A reason of a plan: the key of a sentence in `_SENTENCES`, and its placeholders' values."""
 
     kind: str
     values: Mapping[str, int | str] = field(default_factory=dict, hash=False)
@@ -75,17 +76,18 @@ class Reason:
 
     @property
     def text(self) -> str:
-        """The sentence."""
+        """The sentence, with its values filled in."""
         return _SENTENCES[self.kind].format_map(self.values)
 
 
 def gpus_reason(
     used: int, gpus: int, first_device: str, *, is_limited: bool, lack_room: bool
 ) -> Iterator[Reason]:
-    """Give the reason for the number of devices, as few as possible.
+    """Yield the reason for using `used` of `gpus` devices, the fewest that are enough.
 
-    `first_device` is the first one in use. `is_limited` is True if modules are pinned, `lack_room`
-    if fewer devices might hold the workload, but not with the recommended headroom.
+    `first_device` is the first device in use. `is_limited` is True if modules are pinned.
+    `lack_room` is True if fewer devices might hold the workload, but without the recommended free
+    memory. Nothing is yielded if all devices are in use and fewer can't hold the workload.
     """
     if used == 1 and gpus > 1:
         yield Reason("one-gpu", {"first": first_device})
@@ -100,7 +102,11 @@ def gpus_reason(
 def demand_reasons(
     constraints: Constraints, fleet: Fleet, reserved: Mapping[str, int], used: Collection[str]
 ) -> Iterator[Reason]:
-    """Give the demands obeyed; reserves of devices in use are shown in the table."""
+    """Yield a reason for the strategy, for the pins, and for each unused device with a reserve.
+
+    `reserved` maps devices to reserved bytes. A reserve on a device in use needs no reason, because
+    the table of the plan shows it.
+    """
     if constraints.strategy != "auto":
         yield Reason(constraints.strategy)
     if constraints.pins:
@@ -112,7 +118,10 @@ def demand_reasons(
 
 
 def offload_reason(num_modules: int, num_bytes: int, seconds: float | None) -> Reason:
-    """Give the weights in the host's memory, and the cost, under offloading."""
+    """Return the reason for the amount of offloaded weights.
+
+    `seconds` is the time to copy the weights for one token; None or 0 if unknown.
+    """
     if not num_modules:
         return Reason("nothing-offloaded")
     values = {
@@ -124,19 +133,23 @@ def offload_reason(num_modules: int, num_bytes: int, seconds: float | None) -> R
 
 
 def chunk_reason(requested: Workload, resolved: Workload) -> Iterator[Reason]:
-    """Give the reason for chunks of the prompt, or passes of images, not asked for."""
+    """Yield a reason for an image batch or a prefill chunk reduced where the request has "auto"."""
     if requested.images and requested.vision_batch == "auto" and resolved.vision_batch is not None:
         yield Reason("vision-batch", {"images": resolved.vision_batch})
     chunk = resolved.prefill_chunk_tokens
     if resolved.is_paged:
-        return  # it is what a step takes of all requests
+        return  # with a paged cache the chunk is the token budget of a step of the scheduler
     if requested.prefill_chunk_tokens == "auto" and isinstance(chunk, int):
         kind = "small-chunks" if chunk < LEAST_CHUNK_TOKENS else "chunks"
         yield Reason(kind, {"tokens": chunk})
 
 
 def room_reasons(stages: Sequence[StageBytes], *, chosen: bool) -> Iterator[Reason]:
-    """Report too little free memory; `chosen` is True if duoka searched for more."""
+    """Yield a reason if a device has less free memory than recommended.
+
+    `chosen` is True if the planner chose the placement, False if a device map did. For True the
+    sentence adds that no fitting placement leaves more free memory on every GPU.
+    """
     tight = [
         f"{stage.device} has {format_bytes(stage.free_bytes)} free (recommended: "
         f"{format_bytes(room_bytes(stage.budget_bytes))})"
@@ -151,7 +164,10 @@ def room_reasons(stages: Sequence[StageBytes], *, chosen: bool) -> Iterator[Reas
 def quantization_reason(
     resolved: Workload, tried: Sequence[str], *, is_offloaded: bool
 ) -> Iterator[Reason]:
-    """Give the reason for the quantization, if left open."""
+    """Yield the reason for a quantization (or offloading) that the planner chose by itself.
+
+    `tried` are the schemes that didn't fit; if empty, there is no reason to give.
+    """
     forms = ["unquantized" if form == "none" else f"in {form}" for form in tried]
     if forms and is_offloaded:
         yield Reason("offloaded-unquantized", {"tried": " or ".join(forms)})
@@ -160,7 +176,11 @@ def quantization_reason(
 
 
 def crossing_values(crossings: int, free_bytes: int) -> dict[str, int | str]:
-    """Return the values for comparing placements."""
+    """Return the values of the sentences "device-map" and "own-plan".
+
+    `crossings` counts the transfers between devices per token; `free_bytes` is the least free
+    memory of a device.
+    """
     times = {0: "no activations cross devices", 1: "activations cross devices once per token"}
     return {
         "crossings": times.get(crossings, f"activations cross devices {crossings} times per token"),

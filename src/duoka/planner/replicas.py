@@ -1,16 +1,17 @@
-"""Replicas: several copies of a model on one fleet, each on GPUs of its own.
+"""Replicas: data-parallel replicas of a model on one fleet, each on GPUs of its own.
 
-Where a part of the fleet holds the workload, the rest can hold it again. A *group* is a set of
-devices that hold one copy together, each of them in use. Wanted are, in this order: the requested
-number of groups, or the largest; the fewest devices in all, or all of them; the best groups for the
-objective; the user's order. The optimum over all ways to deal the devices is found by a dynamic
-programme over the numbers of devices left of each kind; exchangeable devices are counted, not told
-apart. With two kinds of two and three devices the states are (0..2, 0..3): the best deals of a
-state are those of the state without its first device, and for each group that holds that device
-those of the state without the group, plus the group.
+A *group* is a set of devices that hold one replica together, all of them in use. An *assignment*
+forms disjoint groups. The best assignment has, in this order: the requested or the largest number
+of groups; the fewest devices in all (with `use_all`, all of them); the best value for the
+objective; the first devices in the user's order.
 
-Optimised is the headroom of the tightest group, the latency of the slowest, or the throughput or
-the pages of all together. How copies share their work is unknown here.
+A dynamic programme finds the optimum. Its state is the number of free devices of each kind, where
+a kind is a set of exchangeable devices: with two kinds of two and three devices the states are
+(0..2, 0..3). In the best assignment of a state, the first free device either stays idle or belongs
+to one of the groups; the rest is the best assignment of a smaller state.
+
+The objective is the headroom of the tightest group, the latency of the slowest group, or the total
+throughput or pages of all groups. `serve` distributes requests among the replicas.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ from .suggestions import ProfileFor
 Counts = tuple[int, ...]
 """The number of devices of each kind."""
 
-# Pairs of a state and a group in it; more take minutes.
-_MOST_DEALS = 1 << 16
+# Limit of the pairs of a state and a group within it; more take minutes.
+_MAX_PAIRS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
-    """The plans of all copies, each for the devices of its group alone.
+    """The plans of all replicas, each for the devices of its group alone.
 
-    The plans are in the order of their first devices; devices in no group are `idle`. `value` is
-    bytes of headroom on the tightest device of all; seconds of the slowest group; or requests a
-    second or pages of all groups.
+    The plans are in the order of their first devices. `idle` are the devices in no group. `value`
+    depends on the objective: the least headroom of a device in bytes ("headroom"), the seconds of
+    the slowest group ("latency"), or the requests per second or pages of all groups together.
     """
 
     plans: tuple[Plan, ...]
@@ -60,7 +61,7 @@ class Replicas:
 
 
 class _Deal(NamedTuple):
-    """An assignment of some devices to groups; larger by (devices, value) is better."""
+    """Groups with disjoint devices; an assignment with larger (devices, value) is better."""
 
     devices: int  # negative, so that fewer are better
     value: float
@@ -77,12 +78,16 @@ def plan_replicas(
     request: PlanRequest | None = None,
     suggest: bool = True,
 ) -> Replicas:
-    """Find the largest or the given number of copies; with `use_all` no device stays idle."""
+    """Plan the given or the largest number of replicas; with `use_all` no device stays idle.
+
+    `request` is stored in the plans, by default the problem's. With `suggest`, the error for a
+    model that doesn't fit even once has suggestions, for which `profile_for` traces profiles.
+    """
     _refuse_senseless(problem, number)
     request = request or problem.request
     problem = replace(problem, fleet=without_cpu(problem.fleet))
-    dealer = _Dealer(profile, problem)
-    deals = dealer.deal()
+    group_search = _GroupSearch(profile, problem)
+    deals = group_search.deal()
     if not deals:
         single = replace(problem, use_all=False)
         try:
@@ -92,15 +97,16 @@ def plan_replicas(
             raise error.with_ways_out(ways) from None
     num_copies = max(deals, default=0) if number == "auto" else number
     if num_copies not in deals:
-        raise _too_many(profile, problem, num_copies, max(deals, default=0))
-    copies = dealer.plans_of(deals[num_copies])
-    plans = (dealer.restrict(plan, request) for plan in copies.plans)
+        raise _too_many_replicas(profile, problem, num_copies, max(deals, default=0))
+    copies = group_search.plans_of(deals[num_copies])
+    plans = (group_search.restrict(plan, request) for plan in copies.plans)
     return replace(copies, plans=tuple(replace(plan, source=source) for plan in plans))
 
 
-def _too_many(
+def _too_many_replicas(
     profile: Profile, problem: PlanProblem, num_copies: int, largest: int
 ) -> InfeasibleError:
+    """Return the error for `num_copies` replicas, `largest` being the largest possible number."""
     everywhere = " when all are used" if problem.use_all else ""
     if not largest:
         return InfeasibleError(
@@ -115,17 +121,18 @@ def _too_many(
 
 
 def format_copies(number: int) -> str:
-    """Format a number of copies."""
+    """Format a number of replicas: "2 copies"."""
     return "1 copy" if number == 1 else f"{number} copies"
 
 
 def _restrict(constraints: Constraints, fleet: Fleet, names: Collection[str]) -> Constraints:
-    """Drop the reserves of devices outside a group."""
+    """Keep only the reserves of the devices in `names`, those of a group."""
     reserve = [entry for entry in constraints.reserve if find_device(entry[0], fleet) in names]
     return replace(constraints, reserve=tuple(reserve))
 
 
 def _refuse_senseless(problem: PlanProblem, number: int | Literal["auto"]) -> None:
+    """Refuse an impossible number of replicas, and conditions that apply to a single replica."""
     constraints = problem.constraints
     if number != "auto" and not 1 <= number <= len(problem.fleet.devices):
         raise UsageError(
@@ -146,17 +153,17 @@ def _refuse_senseless(problem: PlanProblem, number: int | Literal["auto"]) -> No
             )
 
 
-class _Dealer:
-    """The search for the best groups: plans each kind of group, then assigns the devices."""
+class _GroupSearch:
+    """The search for the best assignment: plan each possible group once, then combine groups."""
 
     def __init__(self, profile: Profile, problem: PlanProblem) -> None:
         self._profile = profile
         self._problem = problem
         self._objective = self._objective_on(problem.fleet)
         self._kinds = exchangeable(problem.fleet)
-        self._all = tuple(len(kind) for kind in self._kinds)
+        self._counts = tuple(len(kind) for kind in self._kinds)
         self._plans: dict[Counts, Plan] = {}
-        if math.prod((count + 1) * (count + 2) // 2 for count in self._all) > _MOST_DEALS:
+        if math.prod((count + 1) * (count + 2) // 2 for count in self._counts) > _MAX_PAIRS:
             raise UsageError(
                 f"{len(problem.fleet.devices)} devices of {len(self._kinds)} kinds allow too many "
                 "assignments",
@@ -164,30 +171,31 @@ class _Dealer:
             )
 
     def _objective_on(self, fleet: Fleet) -> Objective:
+        """Resolve the problem's objective on a fleet: "auto" depends on the speeds of its GPUs."""
         workload = next(with_chunks(self._problem.workload))
         costs = Costs(self._profile, workload, self._problem.replay_cache)
         return resolve_objective(self._problem.objective, costs, fleet)
 
     def deal(self) -> dict[int, _Deal]:
-        """Return the best way to deal all devices, by the number of groups."""
-        # Only groups that hold a copy are dealt, and of these, unless every device must be used,
-        # only minimal ones: a group that contains a smaller one that holds a copy wastes a device.
-        states = [*itertools.product(*(range(count + 1) for count in self._all))]
+        """Return the best assignment of the fleet's devices for each possible number of groups."""
+        # A group is a candidate if it holds a replica. Unless every device must be used, it must
+        # also be minimal: if a smaller group within it holds a replica, it wastes a device.
+        states = [*itertools.product(*(range(count + 1) for count in self._counts))]
         for counts in sorted(filter(any, states), key=sum):
             wastes = any(all(map(int.__le__, part, counts)) for part in self._plans)
             if self._problem.use_all or not wastes:
-                plan = self._plan_on(self._take([*map(list, self._kinds)], counts))
+                plan = self._plan_on(self._take_devices([*map(list, self._kinds)], counts))
                 if plan is not None:
                     self._plans[counts] = plan
         deals: dict[Counts, dict[int, _Deal]] = {}
         for state in states:
             deals[state] = self._deal_state(state, deals)
-        return {number: deal for number, deal in deals[self._all].items() if number}
+        return {number: deal for number, deal in deals[self._counts].items() if number}
 
     def plans_of(self, deal: _Deal) -> Replicas:
-        """Return the plans of a deal, on the user's first devices."""
+        """Return the plans of an assignment, on the first devices of each kind."""
         free = [*map(list, self._kinds)]
-        groups = sorted(self._take(free, counts) for counts in deal.groups)
+        groups = sorted(self._take_devices(free, counts) for counts in deal.groups)
         plans = [plan for plan in map(self._plan_on, groups) if plan is not None]
         assert len(plans) == len(groups), "the same kind of group has a plan"
         names = self._problem.fleet.names
@@ -199,7 +207,10 @@ class _Dealer:
         )
 
     def restrict(self, plan: Plan, request: PlanRequest) -> Plan:
-        """Restrict the request of a replica's plan to the GPUs of its group, if they have names."""
+        """Set the request of a replica's plan to the GPUs of its group, so that it can be repeated.
+
+        GPUs without UUIDs can't be named: then the request has no `gpus`.
+        """
         names, fleet = plan.fleet.names, self._problem.fleet
         uuids = [device.uuid for device in plan.fleet.devices]
         gpus = ",".join(uuids) if all(uuids) else ""
@@ -212,18 +223,21 @@ class _Dealer:
         )
         return replace(plan, request=again)
 
-    def _take(self, free: Sequence[list[int]], counts: Counts) -> tuple[int, ...]:
-        """Take so many devices of each kind, the user's first ones."""
+    def _take_devices(self, free: Sequence[list[int]], counts: Counts) -> tuple[int, ...]:
+        """Remove `counts[k]` devices of each kind k from `free`, the first ones; return them."""
         devices = [kind.pop(0) for kind, num in zip(free, counts, strict=True) for _ in range(num)]
         return tuple(sorted(devices))
 
     def _deal_state(self, state: Counts, deals: dict[Counts, dict[int, _Deal]]) -> dict[int, _Deal]:
-        """Return the best deals of a state: its first device stays idle, or is in a group."""
+        """Return the best assignment of a state's devices for each number of groups.
+
+        `deals` has the assignments of all smaller states.
+        """
         if not any(state):
             return {0: _Deal(0, self._join(()), ())}
-        # Some device is the first of those left. It stays idle, or one of the groups holds it; so
-        # every deal is reached once, and all sub-states come earlier in the order of `product`.
-        # Groups are joined by a minimum or a sum, so the best deal of the rest is part of the best.
+        # The first free device stays idle, or one of the groups holds it: so every assignment is
+        # reached, and all smaller states come earlier in the order of `product`. Values are joined
+        # by a minimum or a sum, so the best assignment contains a best assignment of the rest.
         kind = next(kind for kind, count in enumerate(state) if count)
         best: dict[int, _Deal] = {}
         if not self._problem.use_all:
@@ -240,7 +254,7 @@ class _Dealer:
         return best
 
     def _plan_on(self, devices: Sequence[int]) -> Plan | None:
-        """Plan for exactly these devices, each in use."""
+        """Plan a replica that uses all of these devices; None if no plan fits."""
         fleet = self._problem.fleet
         names = [fleet.names[index] for index in devices]
         group = replace(
@@ -254,16 +268,16 @@ class _Dealer:
         try:
             return place_best(self._profile, group) or None
         except UsageError:
-            return None  # more devices than stages
+            return None  # more devices than blocks
 
     def _worth(self, plan: Plan) -> float:
-        """Return the value of a group, larger for better groups."""
+        """Return the value of a group's plan, converted so that larger is better."""
         if self._objective in ("headroom", "pages"):
             return plan.value
         return -plan.value if self._objective == "latency" else 1.0 / plan.value
 
     def _join(self, values: Sequence[float]) -> float:
-        """Return the joint value of groups: the least, or the sum."""
+        """Return the value of several groups: the sum for throughput and pages, else the least."""
         if self._objective in ("throughput", "pages"):
             return math.fsum(values)
         return min(values, default=math.inf)
@@ -277,7 +291,7 @@ def replicas_for(
     *,
     suggest: bool = True,
 ) -> Replicas:
-    """Plan the copies of a checkpoint."""
+    """Plan the replicas of a checkpoint; `find` returns its profile for a workload."""
     say("planning")
     workload = workload_for(checkpoint, problem.workload)
     if workload.quantize == "auto":

@@ -1,7 +1,7 @@
-"""Requests to the planner, and the same on a fleet.
+"""Requests to the planner, and problems: requests on a fleet.
 
-The command line, Python, plan files and the command to paste all contain a request; none of it is
-resolved. Its names are translated for one model and one fleet where it is solved.
+The command line, the Python API and plan files make or contain a request. A request keeps "auto"
+and names as the user wrote them; they are resolved for one model and one fleet when it is planned.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ LARGEST: tuple[Largest, ...] = get_args(Largest)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """The demands on a plan, without the model: enough to repeat the request.
+    """A request for a plan, without the model and the fleet.
 
-    The workload keeps "auto" where it was requested. With `use_all` every GPU has to be used.
-    `gpus` are named as in `Fleet.parse`; empty when they were given as an object. `largest` is the
-    size to maximize; the workload's own value of it is ignored. With `trust_remote_code` model code
-    that comes with the checkpoint may run. `most_new_tokens` limits a generation that is requested
-    without a limit of its own; what is planned doesn't depend on it.
+    - `workload`: the workload, with "auto" unresolved
+    - `use_all`: True if every GPU must be used
+    - `gpus`: the fleet in the form of `Fleet.parse`; empty if it was given as an object
+    - `largest`: the size to maximize, in place of the workload's; None to plan the workload's sizes
+    - `trust_remote_code`: True if the checkpoint's own model code may run
+    - `most_new_tokens`: limit of a generation without a limit of its own; no effect on the plan
     """
 
     workload: Workload
@@ -46,10 +47,9 @@ class PlanRequest:
 class PlanProblem(PlanRequest):
     """A request on a fleet: the problem to solve for a profile.
 
-    What the constraints reserve is taken off the fleet's budgets already (`limits.usable`). With a
-    device map a person has decided where the modules go (`from_device_map`). `limits` is what the
-    planner takes the constraints to mean for a profile; what replays have found out is shared by
-    all problems that are made of one.
+    The budgets of `fleet` are those after the reserves (`limits.usable`). A `device_map` fixes the
+    placement (`from_device_map`). `limits` are the constraints translated for a profile, set by the
+    planner. `replay_cache` is shared by all problems derived from this one.
     """
 
     fleet: Fleet
@@ -61,7 +61,7 @@ class PlanProblem(PlanRequest):
     def of(
         cls, request: PlanRequest, fleet: Fleet, device_map: DeviceMap | None = None
     ) -> PlanProblem:
-        """Put a request on a fleet."""
+        """Make the problem of a request on a fleet whose budgets exclude the reserves."""
         values = {part.name: getattr(request, part.name) for part in fields(PlanRequest)}
         return cls(fleet=fleet, device_map=device_map, **values)
 

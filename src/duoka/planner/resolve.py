@@ -1,4 +1,4 @@
-"""Resolve: a request for a checkpoint becomes its plan, or suggestions."""
+"""Resolve: plan a request for a checkpoint; if nothing fits, search suggestions."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .request import PlanProblem, PlanRequest
 from .solve import find_plan, solve
 from .suggestions import ProfileFor, SuggestionSearch
 
-# Each is a profile of its own.
+# Prefill chunks to try with images; each needs a trace of its own.
 _IMAGE_CHUNKS = (4096, 1024, 256)
 
 Find = Callable[[Workload], Profile]
-"""The profile of a checkpoint for a workload: a cached one, or else a new one."""
+"""A function that returns a checkpoint's profile for a workload, from the cache or a new trace."""
 
 
 def answer(
@@ -39,7 +39,11 @@ def answer(
     request: PlanRequest | None = None,
     suggest: bool = True,
 ) -> Plan:
-    """Plan a problem; raise InfeasibleError with suggestions if nothing fits."""
+    """Plan a problem; raise InfeasibleError if nothing fits, with suggestions if `suggest`.
+
+    With `profile_for`, smaller image batches and chunks are tried first. `request` is stored in the
+    plan, by default the problem's.
+    """
     request = request or problem.request
     try:
         return replace(find_plan(profile, problem), request=request)
@@ -64,10 +68,10 @@ def _announced(ways: Iterable[WayOut]) -> Iterator[WayOut]:
 
 
 def _plan_in_parts(profile: Profile, problem: PlanProblem, profile_for: ProfileFor) -> Plan | None:
-    """Plan with images encoded, or their prompt read, in the largest fitting parts."""
+    """Plan with the largest image batch or prefill chunk that fits; return None if none fits."""
     if problem.largest is not None:
         return None
-    workloads = [*_in_parts(problem.workload, profile)]
+    workloads = [*_reduce_parts(problem.workload, profile)]
 
     @cache
     def plan_for(workload: Workload) -> Plan | None:
@@ -76,7 +80,8 @@ def _plan_in_parts(profile: Profile, problem: PlanProblem, profile_for: ProfileF
             return None
         return solve(part_profile, replace(problem, workload=workload)) or None
 
-    # Each is a trace of its own; smaller parts need no more memory.
+    # Each workload needs a trace, so few are tried: smaller parts need no more memory, so bisection
+    # finds the first workload that fits.
     index = bisect_left(workloads, True, key=lambda workload: plan_for(workload) is not None)
     for plan in map(plan_for, workloads[index : index + 1]):
         if plan is not None:
@@ -84,8 +89,8 @@ def _plan_in_parts(profile: Profile, problem: PlanProblem, profile_for: ProfileF
     return None
 
 
-def _in_parts(workload: Workload, profile: Profile) -> Iterator[Workload]:
-    """Yield workloads with ever fewer images encoded at a time, then with ever smaller chunks."""
+def _reduce_parts(workload: Workload, profile: Profile) -> Iterator[Workload]:
+    """Yield workloads with ever smaller image batches, then also with ever smaller chunks."""
     if not profile.encodes_images:
         return
     if workload.vision_batch == "auto":
@@ -101,7 +106,7 @@ def _in_parts(workload: Workload, profile: Profile) -> Iterator[Workload]:
 
 
 def joined_note(layers: str) -> str:
-    """Explain why code with joined outputs of layers keeps these on a GPU."""
+    """Explain why all `layers` must be on one GPU: the model's code combines their outputs."""
     return (
         f"{layers} stays whole on one GPU, because the model's code combines the outputs of its "
         "layers (duoka check shows the line where a split fails, and duoka check --fix fixes it)"
@@ -109,7 +114,7 @@ def joined_note(layers: str) -> str:
 
 
 def whole_prompt_note(checkpoint: Checkpoint, workload: Workload) -> str:
-    """Explain why a checkpoint's own code needs more memory than duoka's class."""
+    """Explain that only duoka's class supports chunked prefill, if that is the case; else ""."""
     if checkpoint.builds_own_model and workload.training is None:
         with suppress(ModelError):
             refuse_unbuildable(checkpoint.config)
@@ -123,7 +128,7 @@ def whole_prompt_note(checkpoint: Checkpoint, workload: Workload) -> str:
 def answer_checkpoint(
     checkpoint: Checkpoint, problem: PlanProblem, find_profile: Find, *, suggest: bool = True
 ) -> Plan:
-    """Plan a checkpoint; of an "auto" quantization take the first fitting scheme."""
+    """Plan a checkpoint; for "auto" quantization choose the first scheme that fits."""
     say("planning")
     method = method_of(checkpoint.config)
     if method is not None and problem.constraints.offload:
@@ -132,7 +137,7 @@ def answer_checkpoint(
             "offloaded",
             hint="omit --offload, or use the 16-bit checkpoint",
         )
-    # A profile is traced once, however often its workload comes up among schemes and suggestions.
+    # Schemes and suggestions may need the profile for a workload several times.
     find_profile = cache(find_profile)
     problem = replace(problem, trust_remote_code=checkpoint.trust_remote_code)
 
@@ -163,14 +168,14 @@ def answer_checkpoint(
 
 
 def _with_schemes(checkpoint: Checkpoint, problem: PlanProblem) -> Iterator[PlanProblem]:
-    """Yield the problem with each quantization left open, in order of preference."""
+    """Yield the problem with each scheme that its quantization allows, in order of preference."""
     workload, *smaller = with_quantization(workload_for(checkpoint, problem.workload))
     unquantized = replace(problem, workload=workload)
     if not smaller:
         yield unquantized
         return
-    # For "auto": unquantized, int8, int4 (nf4 in training), all on the GPUs; at last unquantized
-    # with weights on the host. To read them over PCIe for each token costs more than a few bits.
+    # For "auto": unquantized, int8, int4 (nf4 in training), all on the GPUs; finally unquantized
+    # with offloaded weights, because their copies over PCIe for each token cost the most.
     on_gpus = replace(problem, constraints=replace(problem.constraints, offload=False))
     for quantized in (workload, *smaller):
         yield replace(on_gpus, workload=quantized)
@@ -179,14 +184,14 @@ def _with_schemes(checkpoint: Checkpoint, problem: PlanProblem) -> Iterator[Plan
 
 
 def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
-    """Resolve the dtype and chunks of a workload by the checkpoint."""
+    """Resolve the dtype, adapters and chunks of a workload for a checkpoint, or refuse them."""
     if not checkpoint.builds_own_model:
         refuse_unbuildable(checkpoint.config)
     if workload.images:
         refuse_images(checkpoint.config)
     workload = replace(workload, training=native_training(checkpoint, workload.training))
     check_context(workload, checkpoint.max_context_tokens, checkpoint.name)
-    workload = _unquantized(checkpoint, workload)
+    workload = _refuse_requantizing(checkpoint, workload)
     is_encoder = bool(checkpoint.config.get("is_encoder_decoder", False))
     workload = whole_prompt(
         workload, is_encoder=is_encoder, is_own_code=checkpoint.builds_own_model
@@ -195,7 +200,7 @@ def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
 
 
 def learning(workload: Workload, training: Training) -> Workload:
-    """Turn a workload into training on sequences as long as its context."""
+    """Return the workload of training on sequences as long as the context of a workload."""
     return replace(
         workload,
         prompt_tokens=workload.context_tokens,
@@ -207,14 +212,14 @@ def learning(workload: Workload, training: Training) -> Workload:
 
 
 def native_training(checkpoint: Checkpoint, training: Training | None) -> Training | None:
-    """Put the adapters of a training on modules of the built class."""
+    """Translate LoRA targets to module names of duoka's class; None for None."""
     if training is None:
         return None
     return replace(training, lora_targets=native_targets(checkpoint, training.lora_targets))
 
 
-def _unquantized(checkpoint: Checkpoint, workload: Workload) -> Workload:
-    """Leave nothing to quantize if the checkpoint is quantized already."""
+def _refuse_requantizing(checkpoint: Checkpoint, workload: Workload) -> Workload:
+    """Set quantize to "none" for a quantized checkpoint; refuse other schemes and training."""
     method, dtype = method_of(checkpoint.config), checkpoint.default_dtype or "float32"
     if method is None:
         return workload
@@ -233,10 +238,10 @@ def _unquantized(checkpoint: Checkpoint, workload: Workload) -> Workload:
 
 
 def whole_prompt(workload: Workload, *, is_encoder: bool, is_own_code: bool = False) -> Workload:
-    """Leave out prefill chunks for an encoder with its whole prompt at once.
+    """Set prefill to a single pass for encoder-decoder models and for a checkpoint's own code.
 
-    A checkpoint's own code may prepare its first call for the prompt, and every later one for one
-    token, whatever it is given.
+    An encoder needs the whole prompt. A checkpoint's own code may assume that the first call has
+    the prompt and every later call one token. A given chunk size is refused.
     """
     if not is_encoder and not is_own_code:
         return workload

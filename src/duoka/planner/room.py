@@ -1,7 +1,8 @@
-"""Room: the memory to leave free on each device, and the order of preference.
+"""Room: the recommended free memory of each device, and the preference among prefill chunks.
 
-A forecast is for what a process does itself. Others may take memory, too, and a prompt in small
-chunks is slow; so a plan leaves room and takes large chunks where it can.
+A forecast counts the memory of duoka's own process. Other processes may take memory, too, and
+prefill in small chunks is slow. So the planner prefers plans that leave the recommended memory free
+("room") on every device and run prefill in large chunks.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ _LARGEST_PART = 8
 
 
 def room_bytes(budget_bytes: int) -> int:
-    """Return the bytes of a budget to leave free beside reserved ones.
+    """Return the recommended free memory: bytes of a budget that the allocator doesn't reserve.
 
-    It is the larger of 3 % and 512 MiB, and of a budget below 4 GiB an eighth.
+    That is 3 % of the budget, but at least 512 MiB or, if less, an eighth of the budget.
     """
     floor_bytes = min(_LEAST_BYTES, budget_bytes // _LARGEST_PART)
     return max(budget_bytes * _SHARE_PERCENT // 100, floor_bytes)
 
 
 def is_tight(stage: StageBytes) -> bool:
-    """Return True if a stage leaves less than `room_bytes` of its device."""
+    """Return True if a stage leaves less than `room_bytes` of its device's budget free."""
     return stage.free_bytes < room_bytes(stage.budget_bytes)
 
 
 def cache_tokens(forecast: Forecast, workload: Workload) -> int:
-    """Estimate the tokens of the KV cache with all free memory but the room.
+    """Estimate the tokens that a KV cache in all but the recommended free memory would hold.
 
-    At least those that were planned for; 0 where there is no cache.
+    The estimate is at least the planned number of tokens; 0 if the model has no KV cache.
     """
     grown = [
         1 + max(stage.free_bytes - room_bytes(stage.budget_bytes), 0) / stage.kv_cache_bytes
@@ -48,9 +49,10 @@ def cache_tokens(forecast: Forecast, workload: Workload) -> int:
 
 
 def preferences(chunked: Sequence[Costs]) -> Iterator[list[Costs]]:
-    """Yield the costs of all chunks in the order of preference.
+    """Yield groups of costs to search, the preferred group first.
 
-    Large chunks with room; small chunks with room; whatever fits.
+    The groups are large chunks with the recommended free memory, small chunks with it, and all
+    chunks without it. `chunked` has the costs of each prefill chunk.
     """
     roomy = [costs.leaving(room_bytes) for costs in chunked]
     large = [costs for costs in roomy if is_large_chunk(costs.workload)]
@@ -59,6 +61,6 @@ def preferences(chunked: Sequence[Costs]) -> Iterator[list[Costs]]:
 
 
 def is_large_chunk(workload: Workload) -> bool:
-    """Return True if a prompt runs whole, or in chunks large enough for a GPU."""
+    """Return True if prefill runs in a single pass, or in chunks large enough to use a GPU well."""
     chunk = workload.prefill_chunk_tokens
     return not isinstance(chunk, int) or chunk >= LEAST_CHUNK_TOKENS

@@ -1,4 +1,4 @@
-"""Solve: a problem becomes a plan or a reason, whichever way its placement is decided."""
+"""Solve: plan a problem for the best placement, a device map, or the largest workload."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .request import PlanProblem
 def solve(profile: Profile, problem: PlanProblem, *, leave_room: bool = True) -> Plan | NoPlan:
     """Find the best placement, follow the device map, or find the largest size.
 
-    Without `leave_room` the best placement may take every byte.
+    Without `leave_room` the best placement need not leave the recommended free memory.
     """
     if problem.largest is None and problem.device_map is None:
         return place_best(profile, problem, leave_room=leave_room)
@@ -41,7 +41,7 @@ def find_plan(profile: Profile, problem: PlanProblem) -> Plan:
 def is_conceivable(profile: Profile, problem: PlanProblem) -> bool:
     """Return False if lower bounds rule out every plan; nothing is replayed."""
     if problem.device_map is not None:
-        return True  # bounds are those of placements in stages
+        return True  # the lower bounds are only valid for placements with one stage per device
     if problem.largest is not None:
         problem = smallest_problem(profile, problem)
     return planner.is_conceivable(profile, problem)

@@ -1,9 +1,9 @@
-"""Suggestions: alternatives where nothing fits, each planned by the ordinary search.
+"""Suggestions: changes that make a workload fit, each proved by a plan of the ordinary search.
 
-The suggestions that cost least quality come first: fewer tokens, smaller prefill chunks, a smaller
-batch, a cache and weights of fewer bits, weights in the host's memory, another GPU. Two changes are
-combined only where one alone doesn't fit. Each suggestion carries the arguments of the command line
-that ask for it, and the numbers of the plan that they make.
+The order is by cost in quality: fewer tokens, smaller prefill chunks, a smaller batch, a cache and
+weights in fewer bits, weights in CPU memory, another GPU. Two changes are combined only if one
+alone doesn't fit. Each suggestion has the command-line options to request it, and the numbers of
+the plan for these options.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .request import Largest, PlanProblem, PlanRequest
 from .solve import is_conceivable, solve
 
 ProfileFor = Callable[[Workload], Profile | None]
-"""The profile for a workload; None where there is none."""
+"""A function that returns the profile for a workload; None if it can't provide one."""
 
 _BITS = {"int8": 8, "int4": 4, "nf4": 4}
 _USUAL_RANK = Training().lora_rank
 _QUALITY = "some accuracy (`duoka bench --quality FILE{}` measures it)"
 _WEIGHTS = "{bits}-bit weights ({scheme}): {weights} instead of {unquantized}", _QUALITY
-# What changes, by the kind of the suggestion: its words, with numbers of the plan, and its cost.
+# For each kind of change: the text, with placeholders for numbers of the plan, and the loss.
 _KNOBS = {
     "context": ("{context}", ""),
     "chunk": ("{chunk}", "slightly more time to the first token"),
@@ -51,7 +51,7 @@ _KNOBS = {
     "rank": ("LoRA rank {rank} instead of {requested_rank}", "less capacity"),
     "lora": ("LoRA instead of full training", "less capacity than full training"),
 }
-# Knobs that have another name as the kind of a suggestion.
+# Kinds of changes that have another name in a suggestion's `kind`.
 _KINDS = {
     "micro-batch": "batch", "checkpointed-batch": "batch",
     "adamw8bit": "optimizer", "adafactor": "optimizer",
@@ -70,10 +70,11 @@ _KINDS = {
 #   offload    as few weights in the host's memory as possible        a plan: suggested
 #   gpu        one more card; a larger card; more of the same kind    the smallest of each
 class SuggestionSearch:
-    """The search for alternatives to a problem without a plan.
+    """The search for suggestions for a problem without a plan.
 
-    For a workload that the model doesn't support `profile_for` raises an error; without it the one
-    profile is all there is. The suggestions change the `request`, by default the problem's.
+    `profile_for` returns the profile for a changed workload, and raises an error if the model
+    doesn't support the workload. By default only changes that the given profile covers are tried.
+    The options of suggestions are relative to `request`, by default the problem's.
     """
 
     def __init__(
@@ -92,9 +93,9 @@ class SuggestionSearch:
     def run(self) -> Iterator[WayOut]:
         """Yield the suggestions, cheapest for quality first."""
         if self._workload.training is None:
-            yield from self._generate_otherwise()
+            yield from self._change_generation()
         else:
-            yield from self._train_otherwise(self._workload.training)
+            yield from self._change_training(self._workload.training)
             yield from self._shorten()
         if self._problem.device_map is not None:
             yield from self._drop_map()
@@ -104,11 +105,11 @@ class SuggestionSearch:
 
     # ── fewer tokens, fewer bits, other memory ──
 
-    def _generate_otherwise(self) -> Iterator[WayOut]:
-        """Take fewer tokens, smaller chunks, fewer bits, or the memory of the host."""
-        # Each `_try` takes the first of its problems that has a plan: the change alone, then with
-        # another chunk, then with a smaller cache. Fewer bits are combined with a shorter context
-        # only where that alone doesn't fit.
+    def _change_generation(self) -> Iterator[WayOut]:
+        """Suggest fewer tokens, smaller chunks or batches, fewer bits, or offloaded weights."""
+        # Each `_try` suggests the first of its problems with a plan: the change alone, then with
+        # another chunk, then with a smaller cache. Quantized weights are combined with a shorter
+        # context only if no context fits without them.
         shorter = list(self._shorten())
         yield from shorter
         if self._workload.prefill_chunk_tokens != "auto":
@@ -117,11 +118,11 @@ class SuggestionSearch:
         cache = "paged-int8" if self._workload.is_paged else "int8"
         with_cache: dict[str, Any] = {} if self._workload.has_int8_cache else {"cache": cache}
         if with_cache:
-            yield from self._try("cache", *self._rechunked(**with_cache))
+            yield from self._try("cache", *self._with_any_chunk(**with_cache))
         for scheme in self._smaller_schemes():
             problems = [
-                *self._rechunked(quantize=scheme),
-                *self._rechunked(quantize=scheme, **with_cache),
+                *self._with_any_chunk(quantize=scheme),
+                *self._with_any_chunk(quantize=scheme, **with_cache),
             ]
             if not shorter and problems[0].largest is None and problems[0].device_map is None:
                 problems.append(replace(problems[0], largest="context"))
@@ -129,6 +130,7 @@ class SuggestionSearch:
         yield from self._offload()
 
     def _shorten(self) -> Iterator[WayOut]:
+        """Suggest the longest context that fits."""
         problem = self._problem
         if problem.largest == "context" or problem.device_map is not None:
             return  # the shortest context was tried; with a map, no size is searched
@@ -136,23 +138,25 @@ class SuggestionSearch:
         yield from self._try("context", self._change(batch=batch), largest="context")
 
     def _shrink_batch(self, knob: str, problem: PlanProblem) -> Iterator[WayOut]:
+        """Suggest the largest batch that fits, under the name `knob`."""
         if problem.largest is None and problem.device_map is None and self._workload.batch > 1:
             yield from self._try(knob, problem, largest="batch")
 
     def _smaller_schemes(self) -> list[str]:
-        """Return the schemes with fewer bits than the weights have, the most bits first."""
+        """Return the schemes with fewer bits than the requested quantization, most bits first."""
         schemes = ["none", "int8", "int4" if self._workload.training is None else "nf4"]
         requested = self._workload.quantize
         return schemes[schemes.index(requested) + 1 :] if requested in schemes else []
 
-    def _rechunked(self, **changes: Any) -> list[PlanProblem]:
-        """Change the workload; then also take any prefill chunk, if a certain one was asked for."""
+    def _with_any_chunk(self, **changes: Any) -> list[PlanProblem]:
+        """Return the changed problem; if it sets a prefill chunk, also one with an "auto" chunk."""
         problems = [self._change(**changes)]
         if self._workload.prefill_chunk_tokens != "auto":
             problems.append(self._change(prefill_chunk_tokens="auto", **changes))
         return problems
 
     def _offload(self) -> Iterator[WayOut]:
+        """Suggest offloading as few weights to CPU memory as possible."""
         problem = self._problem
         if problem.constraints.offload or problem.device_map or problem.largest:
             return  # a search for the largest size takes minutes here
@@ -160,14 +164,14 @@ class SuggestionSearch:
         try:
             fleet = fleet_for(problem.fleet, None, offload=True)
         except DuokaError:
-            return  # the memory of the host is unknown
+            return  # the size of the CPU memory is unknown
         yield from self._try("offload", replace(problem, fleet=fleet, constraints=constraints))
 
     def _drop_map(self) -> Iterator[WayOut]:
-        """Suggest duoka's own plan instead of the map, or alternatives without the map."""
+        """Suggest duoka's own plan instead of the device map, or other changes without the map."""
         problem = replace(self._problem, device_map=None)
-        # If the planner has no plan without the map either, a whole search of its own follows; each
-        # of its suggestions leaves out the map beside its own change.
+        # If the planner has no plan without the map either, a separate search for suggestions
+        # follows; each of its suggestions also leaves out the map.
         suggestions = [*self._try("map", problem)]
         if not suggestions:
             search = SuggestionSearch(self._profile, problem, self._profile_for, self._request)
@@ -180,12 +184,12 @@ class SuggestionSearch:
 
     # ── training ──
 
-    def _train_otherwise(self, training: Training) -> Iterator[WayOut]:
-        """Train smaller micro-batches, fewer states, or adapters beside fewer bits."""
+    def _change_training(self, training: Training) -> Iterator[WayOut]:
+        """Suggest trainings that need less memory, as with smaller micro-batches or LoRA."""
         # In this order: smaller micro-batches, gradient checkpointing, both of them if neither is
         # enough; optimizers with smaller states; a smaller LoRA rank; LoRA instead of all weights;
-        # quantized weights under LoRA. `single_change` is True once one of the first three fits:
-        # what costs accuracy is then not combined with gradient checkpointing as well.
+        # quantized weights with LoRA. `single_change` is True if one of the first three fits: the
+        # later changes, which cost accuracy, are then tried without gradient checkpointing.
         recomputing = replace(training, gradient_checkpointing=True)
         ways = list(self._shrink_batch("micro-batch", self._problem))
         if recomputing != training:
@@ -195,27 +199,27 @@ class SuggestionSearch:
         yield from ways
         single_change = bool(ways)
         if training.optimizer == "adamw":
-            smaller = self._learn(
+            smaller = self._train(
                 "adamw8bit", replace(training, optimizer="adamw8bit"), single_change
             )
-            yield from list(smaller) or self._learn(
+            yield from list(smaller) or self._train(
                 "adafactor", replace(training, optimizer="adafactor"), single_change
             )
         if training.method == "lora" and training.lora_rank > _USUAL_RANK:
-            yield from self._learn("rank", replace(training, lora_rank=_USUAL_RANK), single_change)
+            yield from self._train("rank", replace(training, lora_rank=_USUAL_RANK), single_change)
         adapted: list[WayOut] = []
         if training.method != "lora":
-            # From here on the training is another one, of which no single change is known to fit.
+            # From here on the training is LoRA, for which it is unknown if a single change fits.
             training, single_change = replace(training, method="lora", master_weights=False), False
-            adapted = list(self._learn("lora", training, single_change))
+            adapted = list(self._train("lora", training, single_change))
             yield from adapted
         for scheme in () if adapted else self._smaller_schemes():
-            yield from self._learn(scheme, training, single_change, quantize=scheme)
+            yield from self._train(scheme, training, single_change, quantize=scheme)
 
-    def _learn(
+    def _train(
         self, knob: str, training: Training, single_change: bool, **changes: Any
     ) -> Iterator[WayOut]:
-        """Train in another way; unless `single_change`, recompute activations too if needed."""
+        """Suggest another training; unless `single_change`, with checkpointing if needed to fit."""
         problems = [self._change(training=training, **changes)]
         if not single_change and not training.gradient_checkpointing:
             recomputing = replace(training, gradient_checkpointing=True)
@@ -225,13 +229,16 @@ class SuggestionSearch:
     # ── asking the planner ──
 
     def _change(self, **changes: Any) -> PlanProblem:
-        """Change the workload of the problem."""
+        """Return the problem with changed fields of its workload."""
         return replace(self._problem, workload=replace(self._workload, **changes))
 
     def _try(
         self, knob: str, *problems: PlanProblem, largest: Largest | None = None
     ) -> Iterator[WayOut]:
-        """Yield a suggestion for the first problem with a plan."""
+        """Yield a suggestion for the first of the problems that has a plan, or nothing.
+
+        `largest` maximizes the context or the batch instead of taking the problem's.
+        """
         for problem in problems:
             plan = self._plan(replace(problem, largest=largest) if largest else problem)
             if plan is not None:
@@ -242,7 +249,7 @@ class SuggestionSearch:
         """Plan; return None if nothing fits, or the model or the GPUs don't support the problem."""
         # From cheap to expensive: the bits of the weights, lower bounds (whose profile may have to
         # be traced), the search with its replays.
-        if self._outweighs(problem):
+        if self._exceeds_budgets(problem):
             return None
         try:
             profile = self._profile_for(problem.workload)
@@ -252,18 +259,18 @@ class SuggestionSearch:
         except DuokaError:
             return None
 
-    def _outweighs(self, problem: PlanProblem) -> bool:
+    def _exceeds_budgets(self, problem: PlanProblem) -> bool:
         """Return True if the weights alone exceed the budgets of all devices together.
 
-        This needs no profile of their own: no weight gets smaller than the bits of its scheme. It
-        saves the trace of a model that can't fit anyway.
+        The bound needs no profile of the changed workload, because a weight takes at least the bits
+        of its scheme. So a model that can't fit isn't traced.
         """
-        # The profile's bytes are those of `bits` per number; in the other scheme a number has at
-        # least `least_bits`. Example: 26 GiB in 16 bit on a budget of 8 GiB. int8: 26 x 8 > 8 x 16,
-        # ruled out; int4: 26 x 4 <= 8 x 16, to be traced.
+        # The profile has `bits` per weight; in the problem's scheme a weight has at least
+        # `least_bits`. Example: 26 GiB in 16 bit on a budget of 8 GiB. int8: 26 x 8 > 8 x 16, ruled
+        # out; int4: 26 x 4 <= 8 x 16, to be traced.
         trained = self._workload.training
         if trained is not None and trained.master_weights and trained.method == "full":
-            return False  # its weights are in 32 bit, and others needn't be
+            return False  # the profile has 32-bit weights, which the changed problem may not have
         if problem.constraints.offload or problem.device_map is not None:
             return False
         bits = _BITS.get(self._workload.quantize, 8 * DTYPE_BYTES.get(self._profile.dtype, 8))
@@ -276,7 +283,7 @@ class SuggestionSearch:
     # ── describing a plan ──
 
     def _suggestion(self, knob: str, plan: Plan, *, text: str = "") -> WayOut:
-        """Return a suggestion with the numbers of its plan and the options to ask again."""
+        """Return the suggestion of a plan: its numbers, and the options that request it."""
         workload = plan.workload
         words, cost = _KNOBS.get(knob, (text, ""))
         options = f" --quantize {knob}" if knob in _BITS else ""
@@ -297,7 +304,7 @@ class SuggestionSearch:
         )
 
     def _describe_rest(self, knob: str, plan: Plan) -> str:
-        """Describe what had to change beside a knob, and the largest size if it was asked for."""
+        """Describe the changes besides that of the knob, and the largest size if requested."""
         workload, requested = plan.workload, self._workload
         text = ""
         if workload.training is not None and requested.training is not None:
@@ -324,7 +331,7 @@ class SuggestionSearch:
         return text
 
     def _values(self, plan: Plan) -> dict[str, object]:
-        """Return the numbers for the words of a knob."""
+        """Return the values of the placeholders in the texts of `_KNOBS`."""
         workload, requested = plan.workload, self._workload.training or Training()
         stages, seconds = plan.forecast.devices, plan.forecast.copy_seconds
         return {
@@ -347,10 +354,10 @@ class SuggestionSearch:
         }
 
     def _requested(self, plan: Plan) -> PlanRequest:
-        """Return the request for a plan, with numbers in place of a largest size."""
-        # Example: asked for the largest batch, and planned for the longest context instead: the
-        # command to paste names both numbers of the plan, so that it needs no search. A dtype that
-        # the request left open stays open; so does the chunk.
+        """Return the request for a suggested plan, with numbers instead of a size to maximize."""
+        # Example: a request for the largest batch, with a plan for the longest context. The command
+        # to paste gives both numbers of the plan, so that it needs no search. A dtype or a prefill
+        # chunk that the request left "auto" stays "auto".
         original, changed = self._request, plan.request
         workload = changed.workload
         if changed.largest != original.largest:

@@ -57,7 +57,7 @@ def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (missing,) = host.check_shared_memory(Facts(None, tmp_path))
     assert missing.text == "/dev/shm is missing"
     (tmp_path / "dev/shm").mkdir(parents=True)
-    monkeypatch.setattr(host, "_LITTLE_SHARED_BYTES", 2**62)
+    monkeypatch.setattr(host, "_LOW_SHARED_BYTES", 2**62)
     (small,) = host.check_shared_memory(Facts(None, tmp_path))
     assert small.severity == "warning"
     assert "--shm-size" in small.advice

@@ -1,4 +1,4 @@
-"""Device maps in all their forms: a dict, a device, or a JSON file of any origin."""
+"""Device maps in all their forms: a dict, a single device, or an untrusted JSON file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NO_OFFLOAD = "duoka doesn't offload to disk; use a GPU, or cpu to compute there
 
 @dataclass(frozen=True, slots=True)
 class DeviceMap:
-    """Pairs of a name and a device of any type, in their order; names may stand twice.
+    """Pairs (name, device) in the given order, not validated; a name may occur twice.
 
     Examples
     --------
@@ -42,7 +42,7 @@ class DeviceMap:
 
     @classmethod
     def of(cls, value: object) -> DeviceMap:
-        """Take a map, or a device for the whole model, as transformers' ``device_map=`` does."""
+        """Make a map from a mapping or one device, as transformers' ``device_map=`` accepts."""
         if isinstance(value, DeviceMap):
             return value
         if isinstance(value, Mapping):
@@ -59,7 +59,7 @@ class DeviceMap:
 
     @classmethod
     def parse(cls, text: str, source: str) -> DeviceMap:
-        """Read JSON text; keep duplicate names, for `judge` to report."""
+        """Parse JSON text; duplicate names are kept, so that `judge` can report them."""
         try:
             value = json.loads(text, object_pairs_hook=_Object, parse_constant=str)
         except (ValueError, RecursionError) as error:
@@ -73,7 +73,7 @@ class DeviceMap:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DeviceMap:
-        """Read a JSON file."""
+        """Read a device map from a JSON file."""
         try:
             text = read_text(Path(path), most_bytes=_MAX_BYTES)
         except (OSError, ValueError) as error:
@@ -90,11 +90,11 @@ class DeviceMap:
 
 
 class _Object(list[tuple[str, object]]):
-    """A JSON object with all its keys, duplicates included."""
+    """The pairs of a JSON object, with duplicate keys."""
 
 
 def _as_number(value: object) -> int | None:
-    """Return a number of Python's or of any library's; None for everything else."""
+    """Return an integer of Python, numpy or another library as int; None for other values."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
     try:
@@ -104,19 +104,19 @@ def _as_number(value: object) -> int | None:
 
 
 def _is_torch_device(value: object) -> bool:
-    # By its name, because torch isn't imported here.
+    # Compares the name of the class, because torch isn't imported here.
     return type(value).__module__ == "torch" and type(value).__name__ == "device"
 
 
 class NoDevice(Exception):
-    """Raised for a value other than a device of the fleet."""
+    """Raised for a value that isn't a device of the fleet."""
 
 
 class Devices:
-    """The devices of a fleet, by the names in maps; without a fleet all of torch's.
+    """Resolves the devices of a map to those of a fleet; without a fleet any cuda, vgpu or cpu.
 
-    A number N is the device with that number in the fleet, ``cuda:N`` or ``vgpu:N``; "cuda" alone
-    is the fleet's only GPU, or its number 0.
+    A number N means ``cuda:N`` or ``vgpu:N``, whichever kind the fleet has. "cuda" alone means the
+    fleet's only such GPU, or number 0 of several.
     """
 
     def __init__(self, fleet: Fleet | None) -> None:
@@ -128,19 +128,19 @@ class Devices:
 
     @property
     def default(self) -> str:
-        """The device of modules without any hint."""
+        """The device for all modules if a map has no valid device: the fleet's first."""
         return self.names[0] if self.names else "cuda:0"
 
     def resolve(self, value: object) -> str:
-        """Find the name of a device."""
+        """Return the name of the device that a map's value means; raise NoDevice if none."""
         number = _as_number(value)
         if number is not None:
-            return self._numbered(number)
+            return self._resolve_number(number)
         if not isinstance(value, str) and not _is_torch_device(value):
             raise NoDevice(f"{type(value).__name__.strip('_')} is not a device")
         text = str(value)
         if _NUMBER.fullmatch(text):
-            return self._numbered(int(text))
+            return self._resolve_number(int(text))
         if text in ("disk", "meta"):
             raise NoDevice(_NO_OFFLOAD)
         match = _DEVICE.fullmatch(text)
@@ -153,11 +153,11 @@ class Devices:
         return self._refuse_absent(devices[0] if len(devices) == 1 else f"{kind}:0")
 
     def guess(self, values: Mapping[str, object]) -> dict[str, str]:
-        """Guess the devices of a map for another numbering of GPUs.
+        """Guess the fleet's devices for a map with devices that the fleet doesn't have.
 
-        That is the one before CUDA_VISIBLE_DEVICES, or another machine's, whose GPUs stand for
-        those of the fleet in order. A single absent device beside as many present ones as the fleet
-        has is a slip, and nothing is guessed.
+        `values` are the map's devices by name. Guesses assume that the map has the numbers before
+        CUDA_VISIBLE_DEVICES, or those of another machine, whose GPUs correspond to the fleet's in
+        order. A single absent device is only replaced by a GPU that the map doesn't use.
         """
         # Three cases, in this order, for the devices of a map that aren't all in the fleet:
         #
@@ -186,11 +186,11 @@ class Devices:
         return {name: likely[text] for name, text in texts.items() if likely.get(text) in gpus}
 
     def describe(self) -> str:
-        """List the devices, and their numbers by CUDA_VISIBLE_DEVICES."""
+        """List the fleet's devices and their renumbering by CUDA_VISIBLE_DEVICES, if any."""
         parts = [f"the devices are {', '.join(self.names)}", cuda_driver.describe_renumbered()]
         return "; ".join(filter(None, parts)) if self.names else ""
 
-    def _numbered(self, number: int) -> str:
+    def _resolve_number(self, number: int) -> str:
         if len(self._kinds) > 1:
             raise NoDevice(f"add a number: {' or '.join(self._kinds)}?")
         if not 0 <= number < 10_000 or not self._kinds:

@@ -1,7 +1,7 @@
-"""Real names similar to unknown ones, and texts of many names.
+"""Real names similar to unknown names, and short texts for many names.
 
-Names are compared as patterns with a "*" for each number in them; so a map of another version of a
-model, with hundreds of entries, takes only a few comparisons.
+Names are compared as patterns with "*" for each number, so a map for another version of a model,
+with hundreds of entries, takes only a few comparisons.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import pairwise
 from duoka.errors import Faults
 
 _LONGEST_COMPARED = 200
-_MOST_PATTERNS = 300  # comparing letters takes long; a hostile map must not make it last
+_MOST_PATTERNS = 300  # limits the time for a hostile map: a comparison by letters takes long
 _LIKE, _ALMOST = 0.6, 0.85
 _MOST_SHOWN = 3
 _LONGEST_NAME = 120
@@ -26,7 +26,7 @@ Numbers = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """Real names, the most similar first; `meant` is a name beyond doubt, if there is any."""
+    """Real names, the most similar first; `meant` is the certainly meant name, None if unsure."""
 
     names: tuple[str, ...] = ()
     meant: str | None = None
@@ -37,8 +37,8 @@ class Finder:
 
     def __init__(self, names: Iterable[str]) -> None:
         # "layers.3.mlp" is the pattern "layers.*.mlp" with the numbers (3,). A model of a hundred
-        # layers has a few dozen patterns, so an unknown name is compared with these alone, and then
-        # takes the real name with its own numbers, or the next one: layers.99 → layers.27.
+        # layers has a few dozen patterns. An unknown name is compared with these, and then matched
+        # with the real name of the same numbers, or of the next ones: layers.99 → layers.27.
         numbered: dict[str, dict[Numbers, str]] = {}
         for name in names:
             pattern, numbers = _pattern(name)
@@ -68,19 +68,19 @@ class Finder:
         scored = ((_score(pattern, real), real) for real in self._numbered if real)
         best = sorted((pair for pair in scored if pair[0] >= _LIKE), key=lambda pair: -pair[0])
         surest = best[0][0] if best else 0.0
-        # Beside an equal or almost equal pattern, merely similar ones only confuse.
+        # With an equal or almost equal pattern, less similar patterns are left out.
         threshold = surest if surest == 1.0 else min(surest, _ALMOST)
         return [pair for pair in best if pair[0] >= threshold][:_MOST_SHOWN]
 
     def _find_closest(self, pattern: str, numbers: Numbers) -> str:
-        """Return the next name of a pattern in order: the last layer for a number beyond."""
+        """Return the pattern's name with these numbers or the next larger ones, else the last."""
         ordered = [*self._numbered[pattern]]
         place = min(bisect_left(ordered, numbers), len(ordered) - 1)
         return self._numbered[pattern][ordered[place]]
 
 
 def _score(pattern: str, real: str) -> float:
-    """Return the similarity of two patterns: 1 if equal, `_ALMOST` and more beyond doubt."""
+    """Return the similarity of two patterns: 1 if equal, at least `_ALMOST` if certainly meant."""
     #   layers.*.mlp  and  model.layers.*.mlp     a part left out: 0.85 + 0.15 x 3/4 = 0.96
     #   layer.*.mlp   and  layers.*.mlp           equal letters, 2 x 11 of 11 + 12: 0.96
     #
@@ -92,7 +92,7 @@ def _score(pattern: str, real: str) -> float:
     rest = iter(long)
     if short[-1] == long[-1] and all(part in rest for part in short):
         return _ALMOST + (1 - _ALMOST) * len(short) / len(long)
-    # Another number of numbers is another kind of module.
+    # Patterns with different counts of numbers are different kinds of modules.
     factor = 1.0 if parts.count("*") == real_parts.count("*") else 0.8
     return SequenceMatcher(None, pattern, real, autojunk=False).ratio() * factor
 
@@ -109,15 +109,15 @@ def _is_number(part: str) -> bool:
 
 
 def shorten(names: Iterable[str]) -> str:
-    """Join names, numbered ones as a run: "layers.0-27"."""
+    """Join names with commas, numbered names as a range: "layers.0-27"."""
     return listed(runs(names))
 
 
 def runs(names: Iterable[str]) -> list[str]:
-    """List names, with numbered ones as a run."""
+    """List names, with names that differ in their first number joined to a range."""
     numbers_of: dict[tuple[str, str | None], list[int]] = {}
     for name in names:
-        head, number, tail = _split_at_number(name)
+        head, number, tail = _split_at_first_number(name)
         if number is None:
             numbers_of[name, None] = []
         else:
@@ -129,12 +129,12 @@ def runs(names: Iterable[str]) -> list[str]:
 
 
 def arrows(pairs: Mapping[str, str]) -> Iterator[str]:
-    """Write pairs of names with arrows, runs beside runs; a name paired with "" stands alone."""
-    # Pairs with the same text around the same number form a run: h.0 → layers.0 and h.1 → layers.1
+    """Yield texts "old → new" of pairs of names, joined to ranges; "old" alone if new is ""."""
+    # Pairs with equal texts around an equal number form a range: h.0 → layers.0, h.1 → layers.1
     # become "h.0-1 → layers.0-1"; h.0 → layers.5 stays a pair of its own.
     groups: dict[tuple[str, ...], dict[str, str]] = {}
     for old, new in pairs.items():
-        source, target = _split_at_number(old), _split_at_number(new)
+        source, target = _split_at_first_number(old), _split_at_first_number(new)
         is_run = source[1] == target[1]
         key = (source[0], source[2], target[0], target[2]) if is_run else (old, new)
         groups.setdefault(key, {})[old] = new
@@ -144,28 +144,28 @@ def arrows(pairs: Mapping[str, str]) -> Iterator[str]:
 
 
 def corrections(faults: Faults) -> list[str]:
-    """Write unknown names, each with the nearest real name if any."""
+    """List unknown names, each with an arrow to the most similar real name, if any."""
     nearest = {name: [*faults.nearest.get(name, ()), ""][0] for name in faults.unknown}
     return list(arrows(nearest))
 
 
 def listed(texts: list[str], separator: str = ", ") -> str:
-    """Join texts; of very many only the first, and the number of the others."""
+    """Join texts; of more than `_MOST_RUNS` the first ones, and the number of the rest."""
     rest = [f"and {len(texts) - _MOST_RUNS} more"] if len(texts) > _MOST_RUNS else []
     return separator.join([*texts[:_MOST_RUNS], *rest])
 
 
 def printable_name(name: str) -> str:
-    """Make a name safe to print: a map may hold anything."""
+    """Escape and shorten a name for messages, because a map may contain any text."""
     safe = name if name.isprintable() and name == name.strip() and name else ascii(name)
     return safe if len(safe) <= _LONGEST_NAME else safe[: _LONGEST_NAME - 1] + "…"
 
 
-def _split_at_number(name: str) -> tuple[str, int | None, str]:
-    """Split a name at its first number: the text before, the number, the text behind."""
+def _split_at_first_number(name: str) -> tuple[str, int | None, str]:
+    """Split a name at its first number: the text before, the number or None, the text after."""
     parts = name.split(".")
     for place, part in enumerate(parts):
-        # A number in another spelling ("007") is no part of a run.
+        # A number with leading zeros ("007") isn't part of a range.
         if _is_number(part) and len(part) < 10 and str(int(part)) == part:
             head, tail = ".".join(parts[:place]), ".".join(parts[place + 1 :])
             return f"{head}." if place else "", int(part), f".{tail}" if tail else ""

@@ -1,4 +1,4 @@
-"""The judgement of a map: a device for every block, or all faults at once."""
+"""Validate a device map: one device for every block, or an error with all faults."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Placed = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """Modules with devices, in execution order, and notes on displaced buffers."""
+    """Modules with devices, in execution order, and notes on buffers that follow their block."""
 
     placed: Placed
     notes: tuple[str, ...] = ()
 
 
 def judge(device_map: object, outline: Outline, fleet: Fleet | None = None) -> Judgement:
-    """Turn a map written by hand into a device for every block.
+    """Assign a device to every module by a user's device map; PlacementError has all its faults.
 
     Buffers follow the parameters of their block.
     """
@@ -41,7 +41,7 @@ def judge(device_map: object, outline: Outline, fleet: Fleet | None = None) -> J
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """Blocks with a common device: a single block, or tied ones."""
+    """Blocks that must share a device: a single block, or tied blocks; with their matches."""
 
     blocks: list[OutlineBlock]
     matches: dict[str, Match]
@@ -51,9 +51,9 @@ class _Part:
         return [tensor for block in self.blocks for tensor in block.tensors]
 
     def devices(self) -> list[str]:
-        """Return the devices of these blocks in the map, without contradictions.
+        """Return the devices that the map assigns to these blocks, clashing entries left out.
 
-        Those of parameters if there are any: buffers follow them.
+        If entries match parameters, only those count, because buffers follow the parameters.
         """
         devices: dict[bool, dict[str, None]] = {False: {}, True: {}}
         for tensor in self.tensors:
@@ -63,7 +63,7 @@ class _Part:
         return [*(devices[False] or devices[True])]
 
     def notes(self) -> Iterator[str]:
-        """Yield a sentence for each device whose buffers follow the parameters of the block."""
+        """Yield a sentence for each device from which buffers move to the parameters' device."""
         (target,) = self.devices()
         owners = [t.name.rpartition(".")[0] for t in self.tensors if not t.is_buffer]
         displaced: dict[str, dict[str, None]] = {}
@@ -81,16 +81,18 @@ class _Part:
             )
 
     def heaviest(self) -> str | None:
-        """Return the device with most of the bytes, among the devices in the map."""
+        """Return the device that the map assigns most bytes of these blocks; None if none."""
         weights: Counter[str] = Counter()
         for tensor in self.tensors:
             for device in self.matches[tensor.name].devices:
                 weights[device] += tensor.num_bytes
-        # Of equal ones the first that is met: max keeps the order.
+        # If bytes are equal, max returns the first device.
         return max(weights, key=weights.__getitem__, default=None)
 
 
 class _Judge:
+    """The validation of one map: finds all faults, or places all modules."""
+
     def __init__(self, device_map: DeviceMap, outline: Outline, devices: Devices) -> None:
         self.outline = outline
         self.devices = devices
@@ -104,13 +106,13 @@ class _Judge:
         if not faults:
             notes = tuple(note for part in self.parts for note in part.notes())
             return Judgement(placed=tuple(self._place_modules()), notes=notes)
-        faults = replace(faults, completed=self._complete())
-        raise PlacementError(self._message(faults), hint=_HINT, faults=faults)
+        faults = replace(faults, completed=self._complete_map())
+        raise PlacementError(self._describe_faults(faults), hint=_HINT, faults=faults)
 
     # ── judging ──
 
     def _match_parts(self, entries: Mapping[str, str | None]) -> list[_Part]:
-        """Match entries with all blocks; tied blocks together."""
+        """Match the entries with all blocks, grouped into parts of tied blocks."""
         # Tied blocks share weights, so they form one part, found by following `tied_to` to the
         # root: embedding 0, layers 1 and 2, head 3 tied to 0 give the parts {0, 3}, {1}, {2}.
         matcher = EntryMatcher(self.spelling, entries)
@@ -125,7 +127,7 @@ class _Judge:
         parts = [_Part(group, {}) for group in tied.values()]
         for part in parts:
             matches = {tensor.name: matcher.match(tensor) for tensor in part.tensors}
-            # A name that the map lacks has the device of its tie.
+            # A tensor without an entry takes the device of the tensor that it is tied to.
             complete = {t.tied_to or t.name for t in part.tensors if not matches[t.name].missing}
             for tensor in part.tensors:
                 if (tensor.tied_to or tensor.name) in complete:
@@ -134,6 +136,7 @@ class _Judge:
         return parts
 
     def _find_faults(self) -> Faults:
+        """Collect all faults of the map; falsy if there is none."""
         clashes = (key for part in self.parts for m in part.matches.values() for key in m.clash)
         missing = [name for part in self.parts for name in self._missing(part, part.tensors)]
         return Faults(
@@ -146,9 +149,10 @@ class _Judge:
         )
 
     def _missing(self, part: _Part, tensors: Iterable[NamedTensor]) -> Iterator[str]:
+        """Yield the names of the tensors that need an entry and have none."""
         for tensor in tensors:
             missing = part.matches[tensor.name].missing
-            # A buffer that no checkpoint holds follows its block.
+            # A buffer that isn't saved in checkpoints follows its block.
             if missing and not tensor.tied_to and (tensor.is_saved or not part.devices()):
                 yield from missing if self.published else (tensor.name,)
 
@@ -156,7 +160,7 @@ class _Judge:
         return list(self._modules(part.blocks)) if len(part.devices()) > 1 else []
 
     def _modules(self, blocks: Iterable[OutlineBlock]) -> Iterator[str]:
-        """Yield the names of modules as the map's author writes them."""
+        """Yield the names of the blocks' modules, in the convention of the map."""
         for block in blocks:
             for module in block.modules:
                 yield self.spelling.module(module, block.tensors, published=self.published)
@@ -167,11 +171,11 @@ class _Judge:
             for module in block.modules:
                 yield module, device_of[id(block)]
 
-    def _complete(self) -> dict[str, int | str]:
-        """Complete the map: keep valid entries, correct names, and follow the neighbours."""
-        # Later entries win: corrected names, valid entries, translated devices. A part takes the
-        # device with most of its bytes; a part without any follows the part before it, and the
-        # first parts follow the first one with a device.
+    def _complete_map(self) -> dict[str, int | str]:
+        """Return the completed map: valid entries, corrected names, and neighbours' devices."""
+        # Valid entries override corrected names, and guessed devices override both. A part takes
+        # the device with most of its bytes. A part without a device follows the part before it;
+        # parts before the first one with a device follow that one.
         #
         # Example: blocks embed, layers.0, layers.1, head, and a map {"layer.0": 0, "layers.1": 1}:
         # "layer.0" is corrected to layers.0 on 0; embed follows layers.0, head follows layers.1:
@@ -186,29 +190,30 @@ class _Judge:
         completed: dict[str, int | str] = {}
         for block, part in zip(blocks, order, strict=True):
             neighbour = device_of[part] = device_of[part] or neighbour
-            completed |= dict.fromkeys(self._modules([block]), self._value(neighbour))
+            completed |= dict.fromkeys(self._modules([block]), self._format_device(neighbour))
         return completed
 
-    def _value(self, device: str) -> int | str:
-        """Write a device as the map's author does."""
+    def _format_device(self, device: str) -> int | str:
+        """Format a device as in the map: as a number if all its GPUs are numbers."""
         number = device.partition(":")[2]
         return int(number) if self.entries.is_numbered and number else device
 
     # ── messages ──
 
-    def _message(self, faults: Faults) -> str:
+    def _describe_faults(self, faults: Faults) -> str:
+        """Return the error message, with one line for each kind of fault."""
         lines = [
             ("no device for", listed(runs(self._missing_modules()))),
             ("unknown names", listed(corrections(faults))),
             ("two devices for", listed(runs(faults.doubled))),
-            ("split, but must stay whole", listed(list(self._cuts()))),
-            ("devices that can't be used", listed(self._no_devices(), "; ")),
+            ("split, but must stay whole", listed(list(self._describe_splits()))),
+            ("devices that can't be used", listed(self._describe_misplaced(), "; ")),
         ]
         faulty = "\n".join(f"  {fault}: {names}" for fault, names in lines if names)
         return f"the device map is not valid for {self.outline.model}:\n{faulty}"
 
     def _missing_modules(self) -> Iterator[str]:
-        """Yield missing names, with a single name for a module without any entry."""
+        """Yield the missing names; a module without any entry as a single name."""
         for part in self.parts:
             for block in part.blocks:
                 for module, name in zip(block.modules, self._modules([block]), strict=True):
@@ -218,7 +223,8 @@ class _Judge:
                     else:
                         yield from self._missing(part, tensors)
 
-    def _cuts(self) -> Iterator[str]:
+    def _describe_splits(self) -> Iterator[str]:
+        """Describe the modules that the map splits, grouped by their devices."""
         cut: dict[tuple[bool, tuple[str, ...]], list[str]] = {}
         for part in self.parts:
             names = self._split(part)
@@ -228,7 +234,7 @@ class _Judge:
             why = ", which share weights" if is_tied else ""
             yield f"{listed(runs(names))}{why} (on {' and '.join(devices)})"
 
-    def _no_devices(self) -> list[str]:
+    def _describe_misplaced(self) -> list[str]:
         by_problem: dict[str, list[str]] = {}
         for name, problem in self.entries.misplaced.items():
             by_problem.setdefault(problem, []).append(name)

@@ -1,11 +1,11 @@
-"""Explanation: the reasons for a plan and its rivals, as frozen data.
+"""Explanation: the reasons for a plan, compared with other placements, as frozen data.
 
-Everything is computed with the costs that the planner optimised: the needs of each stage with a
-block less or more, those of the nearest other placements, and the bound that nothing beats. How an
-explanation is shown is unknown here.
+Everything is computed with the costs that the planner optimizes: the bytes of each stage with one
+block less or more, the value of alternative placements, and the bound that no placement exceeds.
+`report` formats an explanation.
 
-- `explain`: from a profile and a plan to the explanation
-- `alternatives`: usual placements by hand and by other objectives, evaluated
+- `explain`: an explanation from a profile and a plan
+- `alternatives`: placements for other objectives and with equal numbers of layers, evaluated
 - `data`: the parts of an explanation
 """
 

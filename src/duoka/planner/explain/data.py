@@ -1,4 +1,7 @@
-"""The parts of an explanation. Bytes are requested by tensors, seconds are per request."""
+"""The parts of an explanation.
+
+Bytes are those that tensors request at the peak. Seconds are per request, or per training step.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,10 @@ Outcome = Literal["impossible", "tight", "forbidden", "worse", "equal", "better"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """The part of a placement on a device, its modules in execution order.
+    """The part of a placement on one device, with its modules in execution order.
 
-    A tight share fits, and leaves too little free memory to be chosen.
+    `is_tight` is True if the share fits its budget, but leaves less than the recommended free
+    memory, so that the planner doesn't choose it.
     """
 
     device: str
@@ -25,7 +29,7 @@ class Share:
 
     @property
     def holds(self) -> bool:
-        """True if the device has the memory, and the room that a plan leaves."""
+        """True if the share fits its device, with the recommended free memory if that is kept."""
         return self.headroom_bytes >= 0 and not self.is_tight
 
     @property
@@ -35,17 +39,19 @@ class Share:
 
     @property
     def is_fragmented(self) -> bool:
-        """True if free bytes are too fragmented: recorded as a single byte too many."""
+        """True if the bytes fit, but free memory is fragmented; recorded as one missing byte."""
         return self.headroom_bytes == -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundaryMove:
-    """A block moved over the boundary between two stages, and the shares of both devices then.
+    """The effect of moving a block over the boundary between two stages, from `giver` to `taker`.
 
-    The outcome is impossible where it doesn't fit; tight where it leaves too little room; forbidden
-    by a pin; otherwise as the objective judges it, whose value is None
-    where it doesn't fit or is tight.
+    `giver` and `taker` are the shares of both devices after the move, `modules` those of the block.
+    The outcome is "forbidden" if a pin excludes the move, "impossible" if the placement doesn't fit
+    after it, "tight" if less than the recommended free memory remains. Otherwise it compares the
+    objective's `value` after the move with the plan's. `value` is None for a placement that doesn't
+    fit or is tight.
     """
 
     giver: Share
@@ -57,10 +63,11 @@ class BoundaryMove:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """The activations sent between two stages, and the seconds; None if unknown.
+    """The activations sent from one stage to the next, with the seconds of the transfer.
 
-    It is `per` token: one decode step, on average, over the whole batch; per request where it has
-    no such step; in training per step.
+    Bytes and seconds are `per` "token": the average over decode steps, each for the whole batch.
+    For a request without decode steps they are per "request", in training per "step". `seconds` is
+    None if the speed of the devices or of their link is unknown.
     """
 
     source: str
@@ -72,7 +79,10 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fewer:
-    """The missing bytes, at least, on a device less, with the smallest prefill chunk."""
+    """A lower bound of the bytes that are missing on one device less than the plan uses.
+
+    `devices` are the largest ones of the fleet. The prefill chunk is the smallest one.
+    """
 
     devices: tuple[str, ...]
     missing_bytes: int
@@ -80,10 +90,11 @@ class Fewer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """Another placement for the same workload, or the plan's own; its shares in execution order.
+    """A placement for the same workload, with its shares in execution order.
 
-    `value` is what the plan's objective makes of it, and `request_seconds` are from the request to
-    the last token; both are None where it doesn't fit.
+    `is_plan` is True if it equals the plan's placement. `value` is its value for the plan's
+    objective, `request_seconds` the time from the request to the last token (in training of a
+    step). Both are None if the placement doesn't fit; the seconds also if speeds are unknown.
     """
 
     name: str
@@ -95,7 +106,7 @@ class Alternative:
 
     @property
     def least_headroom_bytes(self) -> int:
-        """The headroom of the tightest device; negative if nothing fits."""
+        """The headroom of the tightest device; negative if a share doesn't fit."""
         return min(share.headroom_bytes for share in self.shares)
 
 
@@ -103,12 +114,13 @@ class Alternative:
 class Explanation:
     """The reasons for a plan. `work` is the unit of seconds: a request, or in training a step.
 
-    The objective is the plan's, "given" where a person wrote the map; `value` and `bound` are bytes
-    for "headroom" and "given", the share of headroom in a budget for "balance", blocks on the first
-    device for "order", else seconds. `changes` say what would come of moving a block from a stage
-    to its neighbour; there are none where the placement isn't one stage for each device. `fewer` is
-    None where it wasn't asked, or where one device is used. With `leaves_room` a placement is only
-    compared where every device keeps the room that a plan leaves.
+    `objective`, `value` and `bound` are the plan's. They are bytes for "headroom" and "given" (a
+    device map), the share of headroom in a budget for "balance", blocks on the first device for
+    "order", seconds otherwise. `changes` are the effects of moving one block from a stage to its
+    neighbour; empty if a device has several stages. `fewer` is None if the plan uses one device, if
+    the request sets the devices (`use_all`, a strategy or pins), or if a search on one device less
+    finds a placement. With `leaves_room` a placement counts as fitting only if every device keeps
+    the recommended free memory.
     """
 
     work: Literal["request", "step"]

@@ -1,4 +1,4 @@
-"""From a profile and a plan to the explanation."""
+"""Explain a plan from its profile: boundaries, alternatives and the shortfall on fewer devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .data import BoundaryMove, Crossing, Explanation, Fewer, Outcome, Share
 
 
 def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
-    """Explain a plan: its binding device, its boundaries, and its rivals.
+    """Explain a plan: its binding device, the boundaries of its stages, and the alternatives.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
     UsageError
         If the cache has no profile of the model.
     FormatError
-        If the profile is of another model, or the plan places less than the model.
+        If the profile is of another model, or the plan lacks modules of the model.
 
     Examples
     --------
@@ -60,8 +60,9 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
             if set(block.modules) & set(plan.offloaded)
         ]
         profile = profile.offloading(streams)
-    # The trial has the planner's costs and room, so that its numbers are those of the search. A
-    # placement by hand may visit a device twice; then it has no stages, and no boundary is moved.
+    # The trial has the costs and the recommended free memory of the search, so its numbers are
+    # comparable with the plan's. A device map may use a device in two separate runs of blocks; such
+    # a plan has no stages in the sense of the search (one per device), and no boundary is moved.
     costs = Costs(profile, plan.workload)
     limits = limits_for(plan.request.constraints, profile, plan.fleet)
     leaves_room = plan.objective != GIVEN and not any(map(is_tight, plan.forecast.devices))
@@ -80,13 +81,14 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
         binding_device=plan.binding_device,
         shares=tuple(_shares(plan)),
         crossings=tuple(_crossings(trial, runs)),
-        changes=() if stages is None else tuple(_changes(trial, stages)),
-        fewer=_fewer(trial, plan),
+        changes=() if stages is None else tuple(_boundary_moves(trial, stages)),
+        fewer=_shortfall_on_fewer(trial, plan),
         alternatives=tuple(alternatives(trial, stages)),
     )
 
 
 def _shares(plan: Plan) -> Iterator[Share]:
+    """Yield the share of each device in use, with the bytes of the plan's forecast."""
     for device in plan.forecast.devices:
         yield Share(
             device=device.device,
@@ -97,12 +99,12 @@ def _shares(plan: Plan) -> Iterator[Share]:
 
 
 def _crossings(trial: Trial, runs: Stages) -> Iterator[Crossing]:
-    """Yield the activations sent between neighbouring runs."""
+    """Yield the activations sent from each run to the next one."""
     seconds = trial.seconds(runs)
     # Bytes and seconds of decoding are sums over all decode steps, and are divided by their number.
-    # Without decode steps (a single new token, training) those of the whole prompt are told.
+    # Without decode steps (a single new token, training) those of the whole prompt are reported.
     is_training = trial.costs.workload.training is not None
-    steps = trial.costs.workload.new_tokens - 1  # the first token comes of the prompt
+    steps = trial.costs.workload.new_tokens - 1  # prefill generates the first token
     prefill, decode = trial.costs.latency.boundary_bytes
     for number, (source, target) in enumerate(pairwise(runs), 1):
         names = [trial.fleet.devices[stage.device].name for stage in (source, target)]
@@ -123,8 +125,8 @@ def _crossings(trial: Trial, runs: Stages) -> Iterator[Crossing]:
         )
 
 
-def _changes(trial: Trial, stages: Stages) -> Iterator[BoundaryMove]:
-    """Move the last block before each boundary behind, and the first behind before."""
+def _boundary_moves(trial: Trial, stages: Stages) -> Iterator[BoundaryMove]:
+    """Yield the effect of moving each boundary by one block, in either direction."""
     # Example: stages [0, 3) and [3, 6), so the boundary is at 3. A cut at 2 moves block 2 from the
     # first to the second stage (giver: the first); a cut at 4 moves block 3 from the second to the
     # first (giver: the second). Only these two shares change, but the value is of the whole
@@ -154,6 +156,7 @@ def _changes(trial: Trial, stages: Stages) -> Iterator[BoundaryMove]:
 def _outcome(
     trial: Trial, value: float | None, current: float | None, shares: Sequence[Share]
 ) -> Outcome:
+    """Compare a changed placement of `value` with the plan of `current`; None doesn't fit."""
     if value is None:
         return "tight" if all(share.headroom_bytes >= 0 for share in shares) else "impossible"
     if current is None or trial.is_better(value, current):
@@ -161,8 +164,12 @@ def _outcome(
     return "worse" if trial.is_better(current, value) else "equal"
 
 
-def _fewer(trial: Trial, plan: Plan) -> Fewer | None:
-    """Return the missing bytes on the largest devices, a device less than used, as a bound."""
+def _shortfall_on_fewer(trial: Trial, plan: Plan) -> Fewer | None:
+    """Return a lower bound of the missing bytes on one device less than the plan uses.
+
+    None if the plan uses one device, if the request sets the devices, or if a search finds a
+    placement on fewer devices.
+    """
     num = len(plan.devices) - 1
     if num < 1 or plan.request.use_all or plan.request.constraints.demands:
         return None
@@ -182,4 +189,4 @@ def _fewer(trial: Trial, plan: Plan) -> Fewer | None:
     except NoPlacement as none:
         names = tuple(device.name for device in largest)
         return Fewer(devices=names, missing_bytes=none.shortfall_bytes())
-    return None  # a map by hand can use more than it needs
+    return None  # a device map may use more devices than needed

@@ -1,23 +1,23 @@
 """Search: the best cut of a model's blocks into stages, and the best device for each stage.
 
 Blocks run in order, so a placement is a cut of that order into stages and an assignment of
-stages to devices. The optimum over all of them, all subsets and all orders of devices is found
-by a dynamic programme over (block, devices used so far, first device of the rest). Identical
-devices are counted, not told apart.
+stages to devices. A dynamic programme over (block, devices used so far, device of the next stage)
+finds the optimum over all cuts, all subsets and all orders of devices. Only the number of used
+devices of each group of exchangeable devices is part of the state.
 
-Exact memory is dear to compute, so the programme runs on lower bounds. The optimum's entries are
-made exact, and it runs again until its optimum consists of exact entries alone. A bound never
-exceeds the exact value, so nothing else can be better. No rule that a longer stage needs more
-memory than a part of it is assumed.
+Exact memory takes long to compute, so the programme runs on lower bounds. The bounds of its
+optimum's stages are replaced by exact bytes, and the programme runs again, until an optimum has
+exact stages only. A bound never exceeds the exact bytes, so no other placement can be better. The
+search doesn't assume that a longer stage needs more memory than a part of it.
 
-It knows nothing of models, workloads or how costs come about.
+The search is independent of models and of how costs are computed.
 
-- `solve`: what the planner asks, and the answers
-- `problem`: one search, whose bounds are made exact until one wins
-- `dynamic_programme`: the optimum over cuts and orders of devices, under costs as they are known
-- `known_bytes`: what it knows of the bytes of stages so far
-- `device_groups`: devices that can be exchanged for each other, and the links between them
-- `limits`: which blocks must be on which device
+- `solve`: the entry points, and the solution that they return
+- `problem`: one search, which replaces bounds by exact bytes until an optimum is exact
+- `dynamic_programme`: the optimum over cuts and orders of devices, for given costs
+- `known_bytes`: lower bounds and exact bytes of stages
+- `device_groups`: exchangeable devices, and the transfer times between devices
+- `limits`: the device of each pinned block, and the number of devices
 """
 
 from .device_groups import exchangeable

@@ -1,4 +1,4 @@
-"""Groups: exchangeable devices, and the links between groups."""
+"""Device groups: devices that can be exchanged without a change of costs, and transfer times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from .dynamic_programme import Floats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceGroup:
-    """Devices equal in all but their names, by index, in the user's order."""
+    """Exchangeable devices, by index in the fleet, in the user's order.
+
+    `seconds` are those of each stage on a device of the group, [start, stop]; None if the search
+    doesn't use times.
+    """
 
     index: int
     devices: tuple[int, ...]
@@ -26,13 +30,16 @@ class DeviceGroup:
 
 
 def link_seconds(costs: Costs, fleet: Fleet) -> Floats:
-    """[devices, devices, num_blocks + 1]: seconds of the transfer at the cut before each block."""
+    """Return the seconds of the transfer at the cut before each block, by sender and receiver.
+
+    The result is [devices, devices, num_blocks + 1].
+    """
     seconds = {
         (link.source, link.target): link.latency_seconds * costs.boundary_transfers
         + costs.boundary_bytes / link.bytes_per_second
         for link in fleet.links
     }
-    # A pair without a known link is taken to be as slow as the slowest known one.
+    # A pair of devices without a known link is assumed to be as slow as the slowest known link.
     slowest = np.max(list(seconds.values()), axis=0)
     return np.array(
         [
@@ -52,8 +59,9 @@ def group_devices(
 ) -> tuple[DeviceGroup, ...]:
     """Group devices whose exchange changes no cost.
 
-    The seconds of a stage are taken to depend on the device's speeds alone. Those in `fixed`
-    can't be exchanged.
+    Times count only if `timed`, and transfers only with `links`. The seconds of a stage are assumed
+    to depend on the device's speeds alone. Devices in `fixed` (with pinned blocks) each form a
+    group of their own.
     """
     devices = fleet.devices
 
@@ -69,12 +77,12 @@ def group_devices(
             budget_bytes=devices[group[0]].budget_bytes,
             seconds=costs.seconds(devices[group[0]]) if timed else None,
         )
-        for index, group in enumerate(_group(len(devices), properties, links))
+        for index, group in enumerate(_group_indices(len(devices), properties, links))
     )
 
 
 def exchangeable(fleet: Fleet) -> tuple[tuple[int, ...], ...]:
-    """Return groups of devices equal in all but their names, by index, in the user's order."""
+    """Return groups of devices with equal budgets, speeds and links, by index in the fleet."""
     devices = fleet.devices
     links = {(link.source, link.target): link for link in fleet.links}
     rates = np.zeros((2, len(devices), len(devices)))
@@ -85,10 +93,10 @@ def exchangeable(fleet: Fleet) -> tuple[tuple[int, ...], ...]:
     def properties(index: int) -> tuple[object, ...]:
         return devices[index].budget_bytes, speeds(devices[index])
 
-    return tuple(map(tuple, _group(len(devices), properties, np.moveaxis(rates, 0, -1))))
+    return tuple(map(tuple, _group_indices(len(devices), properties, np.moveaxis(rates, 0, -1))))
 
 
-def _group(
+def _group_indices(
     number: int, properties: Callable[[int], object], links: Floats | None
 ) -> list[list[int]]:
     """Group indices with equal properties whose exchange changes no link, [index, index, ...]."""
@@ -108,7 +116,7 @@ def _group(
 
 
 def speeds(device: Device) -> tuple[float | None, ...]:
-    """Return the speeds for the seconds of a stage, streamed weights included."""
+    """Return all speeds that the seconds of a stage depend on, for streamed weights too."""
     return (*device.speeds, device.host_bytes_per_second)
 
 

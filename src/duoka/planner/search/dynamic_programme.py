@@ -14,17 +14,17 @@ of group g before a suffix that starts at `stop`::
     cost(start, counts + g, g) = min over stop and head h of
         join(table[g][start, stop], join(transfer[g, h, stop], cost(stop, counts, h)))
 
-where `join` is a sum for latency, or a maximum where the slowest stage counts. As there are as many
-stages as devices, the counts also tell the place of a stage from the end, from 1, on which its
-memory depends in training.
+where `join` is a sum for latency and a maximum for the other objectives. Each stage has a device of
+its own, so the sum of the counts is also the place of the first stage, counted from the end (the
+last stage has place 1). In training the memory of a stage depends on its place.
 
 Example: four blocks, groups A (two devices) and B (one). Layer 1 holds the suffixes of one stage,
 on {A} and on {B}, for each start 0..3. Layer 2 holds {A, A} and {A, B}; the latter is reached by A
 before {B} and by B before {A}, and keeps the cheaper one for each start and head. The optimum on
-two devices is the cheapest state of layer 2 that starts at block 0; walking forward from it, the
-stages are found again by the same recurrence.
+two devices is the cheapest state of layer 2 that starts at block 0. Its stages are recovered by
+evaluating the same recurrence forward from that state.
 
-Costs are plain numbers here: their meaning, and which of them are exact, is unknown.
+Costs are plain numbers here; `problem` knows their meaning, and which costs are exact.
 """
 
 from __future__ import annotations
@@ -43,20 +43,19 @@ from duoka.errors import UsageError
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 
-# Sets of equally many devices. More than this takes minutes; 16 devices that all differ have
-# 12,870 at most.
+# Limit of the sets of devices in a layer; more take minutes. 16 different devices have 12,870.
 MAX_SETS = 1 << 14
-# Costs compared at a time: as many as a processor's cache holds.
-_MOST_CELLS = 1 << 18
+# Number of costs to compare at a time, which a processor's cache can hold.
+_MAX_CELLS = 1 << 18
 
 
 class UnsearchableError(UsageError):
-    """Too many devices, or too different ones, for a search of placements."""
+    """Raised for fleets with too many different devices, or more required devices than blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRange:
-    """The blocks [start, stop) on a device, by its index in the fleet."""
+    """A stage: the blocks [start, stop) of the chain, on the fleet's device of this index."""
 
     start: int
     stop: int
@@ -70,9 +69,9 @@ Stages: TypeAlias = tuple[BlockRange, ...]
 class _Layer:
     """The states of all suffixes with the same number of stages.
 
-    A set of devices is a row: its counts by group, and a key in mixed radix, one digit per group.
-    The starts of a row are consecutive, from `min_starts` on. `costs` has one head only where the
-    head doesn't matter.
+    Each row is a set of devices: the counts by group, and the counts as one number in mixed radix
+    (`keys`). Column i of `costs` in a row is for suffixes that start at block `min_starts` + i.
+    Without transfer costs the head has no effect, and `costs` has a single entry for all heads.
     """
 
     counts: Ints  # [sets, groups]: devices used of each group
@@ -81,8 +80,8 @@ class _Layer:
     costs: Floats  # [sets, heads, starts]
 
 
-# Example: blocks of 4, 3 and 6 GiB; device A holds 8 GiB and B 10 GiB; the slowest part counts. A
-# stage costs its bytes less the budget, so the minimum maximizes the least headroom.
+# Example: blocks of 4, 3 and 6 GiB; device A holds 8 GiB and B 10 GiB; `join` is a maximum. A stage
+# costs its bytes minus the budget, so the minimum of the cost maximizes the least headroom.
 #
 #   table     [0, 1)  [0, 2)  [0, 3)  [1, 2)  [1, 3)  [2, 3)
 #     A         -4      -1      inf     -5      inf     -2
@@ -102,21 +101,22 @@ class _Layer:
 # is the factor that explodes: all layers together have at most the product of (size + 1) over the
 # groups, so 16 equal devices give 17 sets, and 16 different ones 65,536.
 class Programme:
-    """The placements of least cost under given costs.
+    """The dynamic programme over placements, for given costs of stages and transfers.
 
     Parameters
     ----------
     tables : array
         [places, groups, num_blocks + 1, num_blocks + 1]: the cost of a stage by its place from the
-        end, group, start and stop; infinite for impossible stages. The last place stands for all
-        before it.
+        end, group, start and stop; infinite for impossible stages. Entry i is for place i + 1; the
+        last entry is also for all higher places.
     groups : sequence of tuple of int
-        The devices of each group, exchangeable ones, in the user's order.
+        The exchangeable devices of each group, in the user's order.
     transfers : array, optional
         [groups, groups, num_blocks + 1]: the cost of the cut before each block, from a device of
         one group to one of another.
     slowest : bool
-        A placement costs as much as its most expensive part, instead of the sum.
+        If True, a placement costs as much as its most expensive stage or transfer; if False, the
+        sum of all.
     num_stages : range
         The allowed numbers of stages.
     """
@@ -136,9 +136,10 @@ class Programme:
         self._num_stages = num_stages
         self.revise(tables)
         self._num_blocks = self._tables.shape[-1] - 1
-        # Not updated by `revise`: as stages only become impossible, they stay upper bounds.
-        self._lengths = _longest(self._tables)
-        self._largest = np.argsort(-self._lengths, kind="stable")
+        # `revise` leaves the maximal lengths unchanged. Stages can only become impossible, so they
+        # remain upper bounds.
+        self._max_lengths = _longest_stages(self._tables)
+        self._longest_first = np.argsort(-self._max_lengths, kind="stable")
         self._num_members = np.array([len(members) for members in groups])
         # The key of a set of devices in mixed radix: digit g counts the devices of group g, and is
         # below len(group g) + 1. With A of two devices and B of one the digits are worth 1 and 3:
@@ -148,8 +149,8 @@ class Programme:
         radices = (len(members) + 1 for members in groups)
         *digits, num_keys = itertools.accumulate(radices, operator.mul, initial=1)
         self._digits = np.array(digits, object if num_keys >> 63 else np.int64)
-        # The suffix without stages: it starts behind the last block, and its cost is the neutral
-        # element of `join`, so that the last stage of a placement needs no case of its own.
+        # The suffix without stages starts after the last block, and its cost is the neutral element
+        # of `join`. So the last stage of a placement needs no special case.
         self._empty_layer = _Layer(
             counts=np.zeros((1, len(groups)), np.int64),
             keys=np.zeros(1, self._digits.dtype),
@@ -160,28 +161,31 @@ class Programme:
         )
 
     def revise(self, tables: npt.ArrayLike) -> None:
-        """Raise the costs of stages; an impossible stage stays impossible."""
+        """Replace the costs of stages. No cost may fall; impossible stages stay impossible."""
         costs = np.asarray(tables, np.float64)
         is_stage = np.triu(np.ones(costs.shape[-2:], np.bool_), 1)
         self._tables = np.where(is_stage, costs, np.inf)
 
     def find_on_fewest(self) -> tuple[Stages, float] | None:
-        """Return the best placement with the fewest possible stages, and its cost."""
+        """Return the best placement with the fewest possible stages, and its cost.
+
+        None if no placement has an allowed number of stages.
+        """
         for number in self._num_stages:
             # No layers are built where even the longest stages of `number` devices are too short.
-            lengths = np.sort(np.repeat(self._lengths, self._num_members))
+            lengths = np.sort(np.repeat(self._max_lengths, self._num_members))
             if sum(lengths[-number:]) >= self._num_blocks:
                 self._layers = [self._empty_layer]
                 while len(self._layers) < number:
                     self._extend(number)
                 if (optimum := self._read_optimum(number)) is not None:
                     return optimum
-            # Nor will there be any after a revision.
+            # `revise` only raises costs, so this number stays impossible and isn't tried again.
             self._num_stages = range(number + 1, self._num_stages.stop)
         return None
 
     def find_best(self) -> tuple[Stages, float] | None:
-        """Return the best placement of any allowed number of stages, and its cost."""
+        """Return the best placement of any allowed number of stages, and its cost; None if none."""
         max_stages, optima = self._num_stages.stop - 1, list[tuple[Stages, float]]()
         self._layers = [self._empty_layer]
         for number in range(1, max_stages + 1):
@@ -192,11 +196,11 @@ class Programme:
         return min(optima, key=lambda optimum: optimum[1], default=None)
 
     def _extend(self, number: int) -> None:
-        """Append the layer of suffixes with a further stage, for placements of `number` stages."""
-        # The frontier is every (row, group with a free device): a stage on the group before the
-        # suffixes of the row. Several such pairs reach the same new set of devices, so their costs
-        # are scattered into its cells by minimum. Pairs are taken in batches that fit the cache,
-        # each compared over all starts and stops at once.
+        """Append the layer with one more stage; keep suffixes of placements of `number` stages."""
+        # The new stages are all pairs (row, group with a free device): a stage on the group before
+        # the suffixes of the row. Several pairs reach the same new set of devices, so their costs
+        # are scattered into the cells of the set by minimum. Pairs are processed in batches that
+        # fit the processor's cache, each over all starts and stops at once.
         #
         # Example, groups A (two devices) and B (one), from layer 1 with the keys {A} = 1, {B} = 3:
         #
@@ -206,8 +210,8 @@ class Programme:
         #   sets              0          1          1             new row of each pair
         #   representatives   0          1                        a pair that gives the row's counts
         #
-        # Where transfers cost something, the head is part of the cell, and ({A}, B) and ({B}, A)
-        # stay apart; otherwise they share a cell. `np.minimum.at` then keeps the least of both:
+        # With transfer costs the head is part of the cell, so ({A}, B) and ({B}, A) have different
+        # cells; otherwise they share one. `np.minimum.at` then keeps the smaller cost of the two:
         # `costs[cells] = ...` would apply only one of several values for the same cell.
         layer = self._layers[-1]
         rows, groups = np.nonzero(layer.counts < self._num_members)
@@ -227,10 +231,10 @@ class Programme:
         rows, groups, sets = rows[is_useful], groups[is_useful], sets[is_useful]
         num_heads, offsets = layer.costs.shape[1], np.arange(widths.max(initial=0))
         costs = np.full(len(keys) * num_heads * len(offsets), np.inf)
-        size = max(1, _MOST_CELLS // max(1, len(offsets) * layer.costs.shape[2]))
+        size = max(1, _MAX_CELLS // max(1, len(offsets) * layer.costs.shape[2]))
         for batch in (slice(start, start + size) for start in range(0, len(rows), size)):
             group, target = groups[batch], sets[batch]
-            # Starts behind the last block stand for no stage: the tables are infinite there.
+            # Starts beyond the last block are padding: the tables are infinite there.
             starts = np.minimum(min_starts[target, None] + offsets, self._num_blocks)
             cells = (target * num_heads + group * (num_heads > 1)) * len(offsets)
             extended = self._prepend(rows[batch], group, starts)
@@ -246,44 +250,51 @@ class Programme:
             )
         )
 
-    def _bound_starts(self, counts: Ints, num_left: int) -> tuple[Ints, Ints]:
-        """[sets]: the least start of suffixes on these devices, and the number of starts.
+    def _bound_starts(self, counts: Ints, num_stages_before: int) -> tuple[Ints, Ints]:
+        """Return the least start of suffixes on each set of devices, and the number of starts.
 
-        A suffix is no longer than the longest stages of its devices, and the blocks before it fit
-        the `num_left` largest other devices.
+        A suffix is at most as long as the longest stages of its devices together. The blocks before
+        the suffix need `num_stages_before` stages on other devices, at most as long as the longest
+        stages of these. Both results are [sets].
         """
         # Example: 10 blocks; stages of at most 4 blocks on A (two devices) and 3 on B (one). A
         # suffix on {A} starts at 10 - 4 = 6 or later. With one stage before it, of at most 4
         # blocks, it would have to start at 4 or earlier: there is no such start, nor any cost.
         # With two stages before it (on A and B, 4 + 3 blocks) the starts are 6 and 7.
         #
-        # `num_taken` fills `num_left` from the largest group on: free devices [2, 1, 3] and 4 to
-        # take give [2, 1, 1].
-        min_starts = np.maximum(0, self._num_blocks - counts @ self._lengths)
-        free = (self._num_members - counts)[:, self._largest]
-        num_taken = np.clip(num_left - (np.cumsum(free, axis=1) - free), 0, free)
-        longest = num_taken @ self._lengths[self._largest]
+        # `num_taken` takes `num_stages_before` free devices, groups with the longest stages first:
+        # free devices [2, 1, 3] and 4 stages give [2, 1, 1].
+        min_starts = np.maximum(0, self._num_blocks - counts @ self._max_lengths)
+        free = (self._num_members - counts)[:, self._longest_first]
+        num_taken = np.clip(num_stages_before - (np.cumsum(free, axis=1) - free), 0, free)
+        longest = num_taken @ self._max_lengths[self._longest_first]
         max_starts = np.minimum(self._num_blocks - 1, longest)
         return min_starts, max_starts - min_starts + 1
 
     def _prepend(self, rows: Ints, groups: Ints, starts: Ints) -> Floats:
-        """[pairs, starts]: the least cost of a stage before the suffixes of the last layer."""
+        """Return the least cost of a stage before the suffixes of the last layer, [pairs, starts].
+
+        Pair i puts the stage on group `groups[i]` before the suffixes of row `rows[i]`.
+        """
         layer = self._layers[-1]
         stops = self._stops(layer, rows)
         tables = self._tables_at(len(self._layers))
-        # By flat index, which is several times as quick as by three indices.
+        # A flat index is several times as fast as three indices.
         rows_of_table = (groups[:, None] * tables.shape[1] + starts) * tables.shape[2]
         costs = tables.take(rows_of_table[:, :, None] + stops[:, None])
-        self._join(costs, self._costs_behind(layer, rows, groups, stops)[:, None], out=costs)
+        self._join(costs, self._suffix_costs(layer, rows, groups, stops)[:, None], out=costs)
         return np.asarray(costs.min(axis=2))
 
     def _stops(self, layer: _Layer, rows: Ints) -> Ints:
-        """[pairs, stops]: the possible stops of a stage, which are the starts of the suffixes."""
+        """Return the possible stops of a stage, [pairs, stops]: the starts of its suffixes."""
         offsets = np.arange(layer.costs.shape[2])
         return np.asarray(np.minimum(layer.min_starts[rows, None] + offsets, self._num_blocks))
 
-    def _costs_behind(self, layer: _Layer, rows: Ints, groups: Ints, stops: Ints) -> Floats:
-        """[pairs, stops]: the least cost behind a stage, its transfer included."""
+    def _suffix_costs(self, layer: _Layer, rows: Ints, groups: Ints, stops: Ints) -> Floats:
+        """Return the least cost of the suffix after a stage and the transfer to it, [pairs, stops].
+
+        Pair i has the stage on group `groups[i]` before the suffixes of row `rows[i]`.
+        """
         suffixes: Floats = layer.costs[rows]
         if self._transfers is None or layer is self._empty_layer:
             return suffixes[:, 0]
@@ -301,8 +312,8 @@ class Programme:
 
     def _read_optimum(self, number: int) -> tuple[Stages, float] | None:
         """Return the best placement of a number of stages, and its cost."""
-        # Of the layer of `number` stages only block 0 counts, so that layer isn't read, and need
-        # not be there: the first stage is put before each suffix of `number - 1` stages here.
+        # A placement starts at block 0, so the layer of `number` stages isn't needed for the other
+        # starts: the first stage is put here before each suffix of `number - 1` stages.
         layer = self._layers[number - 1]
         if not len(layer.counts):
             return None
@@ -314,15 +325,15 @@ class Programme:
         is_best = costs == cost
         counts = layer.counts[rows[is_best]]
         counts[np.arange(len(counts)), groups[is_best]] += 1
-        # Of equally good sets of devices the first one in the user's order.
-        return self._trace(min(counts.tolist(), key=self._devices_of)), cost
+        # Equally good sets of devices: take the first one in the user's order.
+        return self._trace_stages(min(counts.tolist(), key=self._devices_of)), cost
 
-    def _trace(self, used: Sequence[int]) -> Stages:
-        """Walk the recurrence forward: return the best placement on these devices."""
-        # Layers store costs, and no decisions: at each stage the recurrence is evaluated again for
-        # one start, over the groups with a device left. `left_counts` are the devices of the stages
-        # still to come, so the row behind a stage on group g has the key of `left_counts` less one
-        # device of g. A set that is absent from its layer has no possible suffix.
+    def _trace_stages(self, used: Sequence[int]) -> Stages:
+        """Return the stages of the best placement that uses `used[g]` devices of each group g."""
+        # Layers store costs, but not the stages that led to them: the recurrence is evaluated again
+        # for each stage from the front, over the groups with a device left. `left_counts` are the
+        # devices for the remaining stages, so the suffix after a stage on group g has the key of
+        # `left_counts` minus one device of g. A set absent from its layer has no possible suffix.
         stages: list[BlockRange] = []
         left_counts, start, sender = np.array(used), 0, -1
         while start < self._num_blocks:
@@ -331,13 +342,13 @@ class Programme:
             groups = np.flatnonzero(left_counts)
             keys = left_counts @ self._digits - self._digits[groups]
             rows = np.minimum(np.searchsorted(layer.keys, keys), len(layer.keys) - 1)
-            is_there = layer.keys[rows] == keys
-            rows, groups = rows[is_there], groups[is_there]
+            is_present = layer.keys[rows] == keys
+            rows, groups = rows[is_present], groups[is_present]
             costs, stops = self._best_stages(place, rows, groups, start)
             if self._transfers is not None and stages:
                 costs = self._join(self._transfers[sender, groups, start], costs)
             devices = [self._groups[group][used[group] - left_counts[group]] for group in groups]
-            # Of equally good devices the first one in the user's order.
+            # Equally good devices: take the first one in the user's order.
             _, device, stop, sender = min(zip(costs, devices, stops, groups, strict=True))
             left_counts[sender] -= 1
             stages.append(BlockRange(start=start, stop=int(stop), device=device))
@@ -345,19 +356,21 @@ class Programme:
         return tuple(stages)
 
     def _best_stages(self, place: int, rows: Ints, groups: Ints, start: int) -> tuple[Floats, Ints]:
-        """[pairs]: the least cost from `start` on with a stage of a group there, and its stop.
+        """Return the least cost of a suffix from `start` on, and the stop of its first stage.
 
-        The stage is at a place from the end, before suffixes of `place - 1` stages.
+        Pair i has its first stage on group `groups[i]`, at `place` from the end, before the
+        suffixes of row `rows[i]` of `place - 1` stages. Both results are [pairs].
         """
         layer = self._layers[place - 1]
         stops = self._stops(layer, rows)
         costs_here = self._tables_at(place)[groups[:, None], start, stops]
-        costs = self._join(costs_here, self._costs_behind(layer, rows, groups, stops))
+        costs = self._join(costs_here, self._suffix_costs(layer, rows, groups, stops))
         cheapest = costs.argmin(axis=1)
         pairs = np.arange(len(rows))
         return costs[pairs, cheapest], stops[pairs, cheapest]
 
     def _devices_of(self, used: Sequence[int]) -> list[int]:
+        """Return the indices of the first `used[g]` devices of each group g, in order."""
         return sorted(
             device
             for members, count in zip(self._groups, used, strict=True)
@@ -365,8 +378,8 @@ class Programme:
         )
 
 
-def _longest(tables: Floats) -> Ints:
-    """[groups]: the length of the longest possible stage, at least 1."""
+def _longest_stages(tables: Floats) -> Ints:
+    """Return the number of blocks of the longest possible stage, at least 1, for each group."""
     starts, stops = np.indices(tables.shape[-2:])
     lengths = np.where(np.isfinite(tables), stops - starts, 1)
     return np.asarray(lengths.max(axis=(0, 2, 3)))

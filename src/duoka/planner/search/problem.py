@@ -1,14 +1,14 @@
-"""Problem: a search, with its bounds and exact values so far.
+"""Problem: one search for a placement, with the lower bounds and exact bytes found so far.
 
-The exact bytes of a stage take a replay, so the programme first runs on lower bounds. The stages of
-its optimum are settled (their bounds replaced by exact bytes), the tightest first, up to the first
-one that is refused; the result holds for all equal stages; and the programme runs again, until an
-optimum consists of exact stages only. As bounds never exceed exact bytes, no other placement is
-better then.
+The exact bytes of a stage need a replay, so the programme first runs on lower bounds. Then the
+stages of its optimum are *settled*: their bounds are replaced by exact bytes, the tightest stage
+first, up to the first stage that doesn't fit. Each result holds for all stages of the same class.
+The programme runs again, until all stages of an optimum are exact. Bounds never exceed exact bytes,
+so no other placement is better than this optimum.
 
 Example: of two placements the bounds are 10 and 12 GiB on the tightest device. The first one is
-settled and turns out to need 13 GiB; the programme now prefers the second, settles it at 12.5 GiB,
-and stops: the first one is known to be worse, and every other bound was above 12 already.
+settled at 13 GiB; the programme now prefers the second placement, settles it at 12.5 GiB and stops,
+if the bounds of all other placements are 12.5 GiB or more.
 """
 
 from __future__ import annotations
@@ -31,37 +31,38 @@ from .limits import NO_LIMITS, PlacementLimits
 Objective = Literal["headroom", "latency", "throughput", "pages"]
 OBJECTIVES: tuple[Objective | Literal["auto"], ...] = ("auto", *get_args(Objective))
 Aim = Literal["headroom", "latency", "throughput", "pages", "balance"]
-"""What the programme optimises: an objective, or the largest least share of headroom."""
+"""The goal of a search: an objective, or "balance" (maximize the least headroom by budget)."""
 
-# How often a more even placement among the optimal ones is looked for.
+# Number of rounds to find the most even placement among the optimal ones.
 _TIE_ROUNDS = 8
-# Part of the latency: placements that differ by less count as equally fast.
+# Relative difference of latencies below which two placements count as equally fast.
 _TIE_TOLERANCE = 2.0**-26
-# Costs of ties are rounded to whole numbers of this size, whose sums are exact in any order.
+# To break ties, latencies and pressures become whole numbers up to these, with exact sums.
 _LATENCY_UNITS = 2.0**50
 _PRESSURE_UNITS = 2.0**18
 
 
 class NoPlacement(Exception):
-    """Raised if nothing fits. The planner turns it into an `InfeasibleError`."""
+    """Raised if no placement fits. The planner turns it into an `InfeasibleError`."""
 
     def __init__(self, *problems: Problem) -> None:
         super().__init__("no placement fits the fleet")
         self._problems = problems
 
     def shortfall_bytes(self) -> int:
-        """Return the missing bytes; computed on demand, because suggestions fail often."""
+        """Return a lower bound of the missing bytes, computed on demand: it takes a search."""
         return min(problem.shortfall_bytes() for problem in self._problems)
 
     def __or__(self, failure: NoPlacement) -> NoPlacement:
-        """Combine two failures; the shortfall is the smaller one."""
+        """Combine two failures; the shortfall is the smaller of the two."""
         return NoPlacement(*self._problems, *failure._problems)
 
 
 class Problem:
-    """A search: its groups of devices, its objective, and the bytes of stages so far.
+    """One search for a placement: its groups of devices, its goal, and the bytes of stages.
 
-    `memory` is what is known of the bytes of stages; bounds by default.
+    `memory` holds the bounds and exact bytes that earlier searches of the same costs on the same
+    fleet have found; by default the search starts from lower bounds.
     """
 
     def __init__(
@@ -93,11 +94,11 @@ class Problem:
         self._devices = [group.devices for group in self._groups]
         self._group_of = {device: group for group in self._groups for device in group.devices}
         self._links: Floats | None = None
-        # The last optimum that is known to be the most even one as well.
-        self._even: Stages = ()
+        # An optimum that `cheapest` has also found to be the most even one; empty if not.
+        self._settled_even: Stages = ()
         if links is not None:
-            # Any two devices of a group have equal links to a third one, so one stands for all. The
-            # link inside a group is that of its first device to its last.
+            # All devices of a group have equal links to any third device, so one of them represents
+            # the group. The link within a group is that from its first device to its last.
             senders = [group.devices[0] for group in self._groups]
             receivers = [group.devices[-1] for group in self._groups]
             self._links = links[np.ix_(senders, receivers)]
@@ -107,22 +108,22 @@ class Problem:
         self._is_limited = bool(limits) and limits.num_devices is None
 
     def cheapest(self) -> tuple[Stages, float] | None:
-        """Return the optimum among placements on as few devices, and its exact cost.
+        """Return the optimum on the fewest possible devices, and its exact cost.
 
-        For the objective pages it is the optimum on any number of devices. None where nothing fits.
+        For the objective pages the optimum is over all numbers of devices. None if nothing fits.
         """
-        # Invariant: costs in the tables never exceed the exact ones, so the cost of an optimum is a
-        # bound for every placement. Each round settles at least one stage or ends.
+        # Invariant: costs in the tables never exceed exact costs, so the cost of an optimum bounds
+        # the cost of every placement. Each round settles at least one stage, or is the last one.
         programme = self._programme()
         find_optimum = programme.find_best if self.aim == "pages" else programme.find_on_fewest
         if (optimum := find_optimum()) is None:
             return None
         if self.aim not in ("latency", "pages"):
-            # Of equally good placements the most even one is wanted in the end, so its stages are
-            # settled first: if it keeps its cost, both searches are done with one set of replays.
+            # Of equally good placements `most_even` takes the most even one in the end. So its
+            # stages are settled first: if its bounds are exact, no other replays are needed.
             even, _ = self._tie_programme(optimum[1], len(optimum[0])).find_on_fewest() or optimum
             if self.settle(even):
-                self._even = even
+                self._settled_even = even
                 return even, optimum[1]
             programme.revise(self._tables())
         while (optimum := find_optimum()) is not None and not self.settle(optimum[0]):
@@ -130,23 +131,26 @@ class Problem:
         return optimum
 
     def none(self) -> NoPlacement:
-        """Return the exception for a search without any result."""
+        """Return the exception if nothing fits; raise UsageError for contradictory pins."""
         if self._is_limited:
             self._refuse_impossible()
         return NoPlacement(self)
 
     def min_devices(self) -> int | None:
-        """Return the fewest devices for a placement by current bounds; None if on no number."""
+        """Return the fewest devices on which a placement fits by current bounds; None if none."""
         optimum = self._programme().find_on_fewest()
         return None if optimum is None else len(optimum[0])
 
     def most_even(self, stages: Stages, bound: float) -> Stages:
-        """Return the most even among the placements as good as `stages`."""
-        if stages == self._even:
+        """Return the most even of the placements that cost no more than `bound`, as `stages` do.
+
+        The most even placement has the least total pressure (`_pressure`).
+        """
+        if stages == self._settled_even:
             return stages
-        # A second programme, with the pressure on budgets as its cost, runs over the placements at
-        # the bound alone: all others cost infinity. Its bounds are settled in the same way, for a
-        # few rounds; then the best placement settled so far is taken.
+        # A second programme minimizes the pressure among the placements that cost no more than the
+        # bound; all others cost infinity. Its stages are settled in the same way, for a few rounds;
+        # if none settles, the most even of the candidates so far is returned.
         tolerance = _TIE_TOLERANCE * bound if self.aim == "latency" else 0.0
         candidates = [stages]
         programme = self._tie_programme(bound, len(stages))
@@ -157,7 +161,7 @@ class Problem:
                 return even[0]
             candidates.append(even[0])
             programme.revise(self._tie_tables(bound))
-        # Another may be more even still, but these are known.
+        # A placement that wasn't a candidate may be more even.
         return min(
             (stages for stages in candidates if self.judge(stages)[0] <= bound + tolerance),
             key=lambda stages: sum(
@@ -167,13 +171,13 @@ class Problem:
         )
 
     def judge(self, stages: Stages) -> tuple[float, int]:
-        """Return the cost of a placement by current bounds, and its binding device."""
-        parts = self._parts(stages)
+        """Return the cost of a placement by current bounds, and the index of its binding device."""
+        parts = self._cost_parts(stages)
         cost, device = max(parts, key=lambda part: part[0])
         return sum(part for part, _ in parts) if self.aim == "latency" else cost, device
 
-    def _parts(self, stages: Stages) -> list[tuple[float, int]]:
-        """Return the cost of each stage and transfer, with its device."""
+    def _cost_parts(self, stages: Stages) -> list[tuple[float, int]]:
+        """Return the cost of each stage and transfer; a transfer has the device that sends."""
         parts: list[tuple[float, int]] = []
         previous: BlockRange | None = None
         for place, stage in with_places(stages):
@@ -188,10 +192,10 @@ class Problem:
         return parts
 
     def shortfall_bytes(self) -> int:
-        """Return the missing bytes of the nearest placement, a lower bound.
+        """Return a lower bound of the missing bytes: those of the placement that misses the fewest.
 
-        That is the total of what the stages' lower bounds exceed their devices' budgets by. A stage
-        that is known not to fit in spite of its bound misses at least one byte.
+        A placement misses the bytes by which the lower bounds of its stages exceed their budgets,
+        in total. A stage whose bound fits, but whose replay doesn't, misses at least one byte.
         """
         missing = [
             [self._missing_bytes(group, place) for group in self._groups] for place in self.places
@@ -202,7 +206,7 @@ class Problem:
         return int(nearest[1])
 
     def settle(self, stages: Stages) -> bool:
-        """Replace the bounds of a placement by exact bytes; return True if nothing changed."""
+        """Replace the bounds of a placement's stages by exact bytes; see `KnownBytes.settle`."""
         return self.memory.settle(
             [
                 (stage.start, stage.stop, self._key(self._group_of[stage.device], place))
@@ -215,11 +219,14 @@ class Problem:
         return self._group_of[device]
 
     def may_be(self, group: DeviceGroup, place: int) -> npt.NDArray[np.bool_]:
-        """[num_blocks + 1, num_blocks + 1]: True for possible stages, by current bounds."""
+        """Return True for the stages that fit by current bounds and that pins allow.
+
+        The result is [num_blocks + 1, num_blocks + 1], by start and stop.
+        """
         return self.memory.fits[self._key(group, place)] & self._allowed[group.index]
 
     def _refuse_impossible(self) -> None:
-        """Refuse limits without any placement, whatever the memory."""
+        """Raise UsageError if no placement satisfies the pins even with unlimited memory."""
         tables = np.where(self._allowed, 0.0, np.inf)[None]
         programme = Programme(tables, self._devices, slowest=False, num_stages=self.num_stages)
         if programme.find_best() is None:
@@ -242,26 +249,29 @@ class Problem:
         needed, budget = self.memory.bytes[self._key(group, place)], group.budget_bytes
         if self.aim == "pages":
             assert self._page_bytes is not None, "there are pages"
-            # The pages that a stage has no memory for, negated: free bytes by bytes of a page.
+            # The cost is minus the number of further pages: free bytes by bytes of a page. A stage
+            # without pages has a page of 1 byte here, so that it never limits their number.
             over = needed - self.memory.usable_bytes(budget)
-            # A stage without layers has room for whatever the others have.
             return np.where(fits, over / np.maximum(self._page_bytes, 1), np.inf)
         return np.where(fits, needed / budget if self.aim == "balance" else needed - budget, np.inf)
 
     def _tables(self) -> Floats:
-        """[places, groups, num_blocks + 1, num_blocks + 1]: the cost of each stage."""
+        """Return the cost of each stage, [places, groups, num_blocks + 1, num_blocks + 1]."""
         return np.array([[self._costs(g, place) for g in self._groups] for place in self.places])
 
     def _missing_bytes(self, group: DeviceGroup, place: int) -> Floats:
-        """Return the bytes of each stage beyond the budget; 1 if refused in spite of its bound."""
+        """Return the bytes of each stage beyond its budget; at least 1 if its replay doesn't fit.
+
+        Infinite for stages that pins exclude.
+        """
         key = self._key(group, place)
         over = self.memory.bytes[key] - self.memory.usable_bytes(group.budget_bytes)
         missing = np.maximum(over, np.where(self.memory.fits[key], 0, 1))
         return np.where(self._allowed[group.index], missing, np.inf)
 
     def _pressure(self, group: DeviceGroup, place: int) -> Floats:
-        """Return the pressure of each stage on its budget: larger with less free memory."""
-        # A convex function of the headroom, whose sum is least where the headroom is even. Example:
+        """Return the pressure of each stage on its budget, which grows as its headroom shrinks."""
+        # A convex function of the headroom, so that its sum is least for even headroom. Example:
         # 24 GiB budgets, so the unit is 24 MiB. Two devices with 2 and 6 GiB of headroom have
         # 2^18 / (1 + 85.3) + 2^18 / (1 + 256) = 3036 + 1020 = 4056; with 4 GiB each they have
         # 2 x 1527 = 3054.
@@ -271,6 +281,7 @@ class Problem:
         return np.asarray(np.rint(_PRESSURE_UNITS / (1 + headroom / unit)))
 
     def _programme(self) -> Programme:
+        """Return the programme for the current bounds and exact bytes."""
         return Programme(
             self._tables(),
             self._devices,
@@ -280,7 +291,7 @@ class Problem:
         )
 
     def _tie_programme(self, bound: float, num_stages: int) -> Programme:
-        """Return the programme for the least pressure at the bound."""
+        """Return the programme for the least pressure among placements within the bound."""
         return Programme(
             self._tie_tables(bound),
             self._devices,
@@ -294,12 +305,12 @@ class Problem:
         return np.asarray(self._tie_costs(self._tables(), bound) + np.array(pressure))
 
     def _tie_costs(self, costs: Floats, bound: float) -> Floats:
-        """Convert costs of parts to costs among placements at the bound."""
-        # A maximum is at the bound if every part is: parts above cost infinity, others nothing. A
-        # sum is at the bound if the parts add up to it, so the latency stays a part of the cost: in
-        # units of which the bound has 2^50. A pressure is at most 2^18, so those of 64 stages are
-        # at most 2^24, which is the bound times 2^-26 (`_TIE_TOLERANCE`): pressures decide among
-        # latencies that differ by less, and a larger difference outweighs all of them.
+        """Convert costs of stages or transfers so as to rule out placements beyond the bound."""
+        # A maximum is within the bound if every part is: parts above the bound cost infinity, all
+        # others 0. A sum depends on all parts, so latencies stay part of the cost, in units such
+        # that the bound is 2^50. A pressure is at most 2^18, so the pressures of 64 stages add up
+        # to at most 2^24, the bound times 2^-26 (`_TIE_TOLERANCE`). So pressures decide among
+        # latencies that differ by less, and a larger difference outweighs all pressures.
         if self.aim == "latency":
             # Whole numbers below 2^53 are added without rounding, in whatever order.
             return np.asarray(np.rint(costs * (_LATENCY_UNITS / (bound or 1.0))))

@@ -1,4 +1,4 @@
-"""Solve: the planner's problems, and their solutions."""
+"""Solve: the entry points of the search, and the solution that they return."""
 
 from __future__ import annotations
 
@@ -24,12 +24,18 @@ from .problem import OBJECTIVES, Aim, Objective, Problem
 class Solution:
     """An optimal placement for an objective.
 
-    Of the objective "auto" is resolved; "balance" and "order" are those of the strategies balanced
-    and sequential. `value` is bytes of headroom on the fullest device; seconds; the share of the
-    budget that is headroom on the fullest; or the blocks on the first device. `bound` is what no
-    placement with as few devices can beat, of "order" none in the order of the devices: the proof
-    that `value` is optimal. `binding_device` limits the value: it has the least headroom, the
-    longest time, the least share of headroom; or is the first one in use.
+    `objective` is never "auto"; "balance" and "order" belong to the strategies balanced and
+    sequential. `value` depends on it:
+
+    - "headroom": the least headroom of a device, in bytes
+    - "latency", "throughput": seconds
+    - "pages": the pages that fit beyond those counted in the costs
+    - "balance": the least headroom of a device, as a share of its budget
+    - "order": the number of blocks on the first device
+
+    `bound` is the best value of any placement on the same number of devices (for "order", in the
+    devices' order), which proves that `value` is optimal. `binding_device` is the index of the
+    device that limits the value; for "order", of the first device in use.
     """
 
     stages: Stages
@@ -49,21 +55,20 @@ def search(
     limits: PlacementLimits = NO_LIMITS,
     memory: KnownBytes | None = None,
 ) -> Solution:
-    """Find the optimal contiguous placement.
+    """Find the optimal contiguous placement; raise NoPlacement if nothing fits.
 
-    By the strategy "auto" fewest devices come first, then the objective. By "balanced" every
-    device is used, and the share of its budget that the fullest one has as headroom is the largest;
-    of equal devices that is the largest least headroom. By "sequential" the devices are filled in
-    the user's order: among the placements in this order the one with the most blocks
-    on the first device, of those the one with the most on the second, and so on.
+    The strategy "auto" uses the fewest devices, and among the placements on them the best one for
+    the objective. "balanced" uses every device and maximizes the least headroom, as a share of the
+    device's budget. "sequential" fills the devices in the user's order: it maximizes the number of
+    blocks on the first device, then on the second, and so on.
 
-    Placements that the objective can't tell apart are ranked by how evenly they leave headroom
-    (this rank is sought in a few rounds, not proved), then by the user's order of devices.
-    `memory` is what other searches of these costs on this fleet have found out.
+    Among equally good placements, the search prefers even headroom (sought in a few rounds, without
+    a proof), then the user's order of devices. `memory` holds the bounds and exact bytes found by
+    earlier searches of these costs on this fleet.
     """
     _refuse_contradictions(strategy, objective, use_all)
     if strategy == "sequential":
-        return _sequential(costs, fleet, limits)
+        return _search_sequential(costs, fleet, limits)
     balanced = strategy == "balanced"
     aim: Aim = "balance" if balanced else resolve_objective(objective, costs, fleet)
     problem = Problem(costs, fleet, aim, use_all=use_all or balanced, limits=limits, memory=memory)
@@ -87,14 +92,14 @@ def _value_of(aim: Aim, cost: float) -> float:
     return {"headroom": -cost, "pages": -cost, "balance": 1.0 - cost}.get(aim, cost)
 
 
-def _sequential(costs: Costs, fleet: Fleet, limits: PlacementLimits) -> Solution:
-    """Find the placement in the order of devices with the lexicographically largest counts.
+def _search_sequential(costs: Costs, fleet: Fleet, limits: PlacementLimits) -> Solution:
+    """Find the placement in the order of devices with the lexicographically largest block counts.
 
-    A device may be left out where nothing of what is left fits it. It takes as many blocks as
-    leave the rest a place, which may be fewer than it could hold.
+    A device takes as many blocks as possible so that the remaining blocks fit the devices after it;
+    this may be fewer blocks than it can hold. A device that can't take a block is skipped.
     """
     problem = Problem(costs, fleet, "headroom", limits=limits)
-    while (stages := _furthest(problem, costs.num_blocks, len(fleet.devices))) is not None:
+    while (stages := _fill_in_order(problem, costs.num_blocks, len(fleet.devices))) is not None:
         if problem.settle(stages):
             num_first = float(stages[0].stop if stages[0].device == 0 else 0)
             return Solution(
@@ -110,6 +115,7 @@ def _sequential(costs: Costs, fleet: Fleet, limits: PlacementLimits) -> Solution
 def _refuse_contradictions(
     strategy: Strategy, objective: Objective | Literal["auto"], use_all: bool
 ) -> None:
+    """Refuse a strategy together with an objective, and "sequential" with `use_all`."""
     choose("the strategy", strategy, STRATEGIES)
     if strategy != "auto" and objective != "auto":
         raise UsageError(
@@ -131,7 +137,7 @@ def is_conceivable(
     strategy: Strategy = "auto",
     limits: PlacementLimits = NO_LIMITS,
 ) -> bool:
-    """Return False if lower bounds rule out a placement, for each of these costs."""
+    """Return False if lower bounds rule out every placement under each of these costs."""
     problem = Problem(
         costs[0],
         fleet,
@@ -141,14 +147,17 @@ def is_conceivable(
         memory=KnownBytes(costs[0], fleet, costs[1:]),
     )
     if strategy == "sequential":
-        return _furthest(problem, costs[0].num_blocks, len(fleet.devices)) is not None
+        return _fill_in_order(problem, costs[0].num_blocks, len(fleet.devices)) is not None
     return problem.min_devices() is not None
 
 
 def min_devices(
     costs: Sequence[Costs], fleet: Fleet, *, limits: PlacementLimits = NO_LIMITS
 ) -> int:
-    """Return the fewest devices by lower bounds, for the best of these costs."""
+    """Return a lower bound of the devices needed, over all of these costs.
+
+    Raises NoPlacement if the lower bounds rule out any number of devices.
+    """
     memory = KnownBytes(costs[0], fleet, costs[1:])
     problem = Problem(costs[0], fleet, "headroom", limits=limits, memory=memory)
     number = problem.min_devices()
@@ -160,14 +169,15 @@ def min_devices(
 def resolve_objective(
     objective: Objective | Literal["auto"], costs: Costs, fleet: Fleet
 ) -> Objective:
-    """Resolve the objective "auto" for a workload and fleet; refuse unsuitable ones.
+    """Resolve the objective "auto" for a workload and a fleet; refuse unsuitable objectives.
 
-    Many requests over a paged cache are for pages. Equal or unknown devices are for headroom, and
-    others for time: a request's latency, or in a training pipeline the slowest stage.
+    "auto" becomes "pages" if the number of pages of a paged cache is to be found, "headroom" if all
+    devices have equal speeds or a speed is unknown, and otherwise an objective of time: in training
+    the one that the schedule implies, else "latency".
     """
     choose("the objective", objective, OBJECTIVES)
-    # Two cases: there are pages to count and the objective is another one, or there are none and
-    # the objective is pages.
+    # True in two cases: the number of pages is to be found and the objective isn't pages, or there
+    # is no number to find and the objective is pages.
     if (costs.page_bytes is None) == (objective == "pages"):
         if objective == "auto":
             return "pages"
@@ -197,28 +207,31 @@ def resolve_objective(
     return costs.time_objective or ("latency" if objective == "auto" else objective)
 
 
-# Example of `_furthest`: a chain of four blocks; devices 0, 1 and 2 hold at most 2, 1 and 2 blocks.
+# Example of `_fill_in_order`: four blocks; devices 0, 1 and 2 hold at most 2, 1 and 2 blocks.
 #
 #   reach from        1 stage        2 stages     3 stages
 #     device 2 on     block 2, 3     -            -
 #     device 1 on     block 2, 3     block 1, 2   -
 #     device 0 on     block 2, 3     block 0-2    block 0, 1
 #
-#   device   stages left   stops by number of stages left            takes      stages after it
+#   device   stages left   possible stops by stages left             takes      stages after it
 #     0        2 or 3      2: block 2; 3: blocks 1 and 2             [0, 2)     1 or 2
 #     1        1 or 2      1: none; 2: block 3                       [2, 3)     1
 #     2        1           1: block 4                                [3, 4)     0
 #
 # The number of stages left is part of the state because a stage's memory in training depends on its
 # place from the end (micro-batches in flight under 1F1B).
-def _furthest(problem: Problem, num_blocks: int, num_devices: int) -> Stages | None:
-    """Return the best placement by current bounds; its stages may turn out not to fit."""
-    # Two passes. Backward: for each device and block, the numbers of stages in which the rest of
-    # the chain fits the devices from there on. Forward: each device takes as many blocks as leave
-    # the rest a place, for any number of stages that is still possible.
+def _fill_in_order(problem: Problem, num_blocks: int, num_devices: int) -> Stages | None:
+    """Return the sequential placement by current bounds; None if no placement fits the bounds.
+
+    Exact bytes may still rule out its stages.
+    """
+    # Two passes. Backward: for each device and block, find the numbers of stages in which the rest
+    # of the chain fits this device and the devices after it. Forward: each device takes as many
+    # blocks as possible so that the rest fits, in any number of stages that is still possible.
     groups = [problem.group_of(device) for device in range(num_devices)]
     # reach[device][number of stages, block] is True if the blocks from `block` to the end fit this
-    # device and those after it, in so many stages.
+    # device and the devices after it, in this number of stages.
     reach = [np.zeros((num_devices + 1, num_blocks + 1), np.bool_)]
     reach[0][0, -1] = True
     for group in reversed(groups):
@@ -229,8 +242,8 @@ def _furthest(problem: Problem, num_blocks: int, num_devices: int) -> Stages | N
         reach.append(reach_before)
     reach.reverse()
     stages, start = [], 0
-    lefts = {place for place in range(num_devices + 1) if reach[0][place, 0]}
-    if not lefts:
+    counts = {place for place in range(num_devices + 1) if reach[0][place, 0]}
+    if not counts:
         return None
     for device, group in enumerate(groups):
         reach_after = reach[device + 1]
@@ -238,15 +251,15 @@ def _furthest(problem: Problem, num_blocks: int, num_devices: int) -> Stages | N
             num_left: np.flatnonzero(
                 problem.may_be(group, num_left)[start] & reach_after[num_left - 1]
             )
-            for num_left in lefts - {0}
+            for num_left in counts - {0}
         }
         stop = max(
             (int(possible[-1]) for possible in stops.values() if len(possible)), default=start
         )
         if stop > start:
             stages.append(BlockRange(start=start, stop=stop, device=device))
-            lefts = {num_left - 1 for num_left, possible in stops.items() if stop in possible}
+            counts = {num_left - 1 for num_left, possible in stops.items() if stop in possible}
             start = stop
         else:
-            lefts = {num_left for num_left in lefts if reach_after[num_left, start]}
+            counts = {num_left for num_left in counts if reach_after[num_left, start]}
     return tuple(stages)
