@@ -53,7 +53,7 @@ def test_a_second_one_leaves_the_clean_up_alone() -> None:
 
 def test_a_clean_up_without_end_can_be_left() -> None:
     done = run(
-        "signals._PATIENCE_SECONDS = 0.2\n"
+        "signals._IGNORE_SECONDS = 0.2\n"
         "later(0.5, press)\n"
         "try:\n"
         "    try: press(); time.sleep(30)\n"
@@ -66,7 +66,7 @@ def test_a_clean_up_without_end_can_be_left() -> None:
 
 def test_one_that_a_library_swallowed_is_sent_again() -> None:
     done = run(
-        "signals._PATIENCE_SECONDS = 0.2\n"
+        "signals._IGNORE_SECONDS = 0.2\n"
         "try: press(); time.sleep(5)\n"
         "except BaseException: pass\n"
         "time.sleep(0.3)\n"
