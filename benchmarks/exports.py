@@ -35,7 +35,7 @@ from planner_models import MACHINES, MODELS
 from torch import nn
 
 import duoka
-from duoka.report.export.stages import read_pipeline
+from duoka.report.export.stages import to_layer_pipeline
 from duoka.serve.vllm import VllmOptions, commands, parse_nodes
 
 SHAPES = ("glm-4-9b-chat", "llama-3.1-8b", "qwen2.5-32b")
@@ -222,7 +222,7 @@ def command(plan: duoka.Plan, tool: str) -> tuple[dict[str, str], dict[str, str]
 
 def bounds(plan: duoka.Plan) -> list[tuple[int, int]]:
     """The layers of each stage as they were planned."""
-    stops = list(accumulate(read_pipeline(plan, "any").counts))
+    stops = list(accumulate(to_layer_pipeline(plan, "any").counts))
     return list(zip([0, *stops], stops, strict=False))
 
 

@@ -102,6 +102,9 @@ def test_rotary_embedding(interleaved: bool) -> None:
         plane = torch.view_as_complex(x[..., places].contiguous())
         turned = plane * torch.polar(torch.ones_like(angles[:5, :1]), angles[:5, pair, None])
         torch.testing.assert_close(torch.view_as_complex(found[..., places].contiguous()), turned)
+    inplace = flash.apply_rotary_emb(x, angles.cos(), angles.sin(), interleaved, inplace=True)
+    assert inplace is x
+    assert torch.equal(x, found)
 
 
 def test_it_runs_on_virtual_gpus() -> None:

@@ -294,7 +294,7 @@ def test_where_nobody_tells_memory_declared_gpus_are_believed(
 ) -> None:
     declared = Plan.from_json(plan.to_json().replace("vgpu", "cuda"))
     monkeypatch.setattr(Fleet, "detect", fails("no GPU can be used"))
-    monkeypatch.setattr(duoka.planner.plan, "tells_memory", lambda: tells)
+    monkeypatch.setattr(duoka.planner.plan, "reports_memory", lambda: tells)
     assert plan.on_this_machine() is plan  # it is on virtual GPUs
     if not tells:
         assert declared.on_this_machine() is declared

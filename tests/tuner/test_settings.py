@@ -127,9 +127,9 @@ def test_they_are_written_and_read(tmp_path: Path, llama: Path, options: Any) ->
             ({"lr": rate}, f"lr is {rate}; it must be a positive number")
             for rate in (-1e-4, inf, nan, "1e-4", True)
         ),
-        ({"max_grad_norm": -1}, "max_grad_norm is -1; it must be a positive number"),
+        ({"max_grad_norm": -1}, "max_grad_norm is -1; it must be a non-negative number"),
         ({"lr": 0}, "lr is 0; it must be a positive number"),
-        ({"weight_decay": None}, "weight_decay is None; it must be a positive number"),
+        ({"weight_decay": None}, "weight_decay is None; it must be a non-negative number"),
         (
             {"optimizer": "sgd", "weight_decay": 0.1},
             "weight_decay is 0.1, and duoka's SGD doesn't support",

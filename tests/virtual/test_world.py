@@ -11,6 +11,7 @@ import torch
 
 from duoka import virtual
 from duoka.errors import VirtualDeviceError
+from duoka.hardware.gpu_generation import GpuGeneration
 
 MIB = 2**20
 
@@ -240,3 +241,14 @@ def test_garbage_cycles_are_freed_safely() -> None:
         del cycle
         gc.collect()
         assert world.memory_allocated(0) == 0
+
+
+def test_the_capability_is_that_of_the_generation() -> None:
+    module = torch.get_device_module("vgpu")
+    with virtual.gpus([None], generation=GpuGeneration(before_ampere=True)):
+        assert module.get_device_capability(0) == (7, 5)
+        assert module.is_bf16_supported()
+        assert not module.is_bf16_supported(including_emulation=False)
+    with virtual.gpus([None]):
+        assert module.get_device_capability(0) == (8, 0)
+        assert module.is_bf16_supported(including_emulation=False)

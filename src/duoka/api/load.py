@@ -169,7 +169,7 @@ def prove_here(plan: Plan, opened: OpenedModel, download_progress: Progress | No
             f"{plan.source} has no weight files",
             hint="plan for a directory with the weight files",
         )
-    _refuse_untrusted(plan, checkpoint)
+    _require_private_directory(plan, checkpoint)
     plan.refuse_other(checkpoint.fingerprint, plan.source)
     loader.refuse_unloadable(checkpoint.config, plan.placement)
     gc.collect()  # reference cycles keep the memory of a closed engine
@@ -210,7 +210,7 @@ def read_adapter_for(plan: Plan, adapter: str | os.PathLike[str]) -> LoraAdapter
     return read_adapter(Path(adapter))
 
 
-def _refuse_untrusted(plan: Plan, checkpoint: Checkpoint) -> None:
+def _require_private_directory(plan: Plan, checkpoint: Checkpoint) -> None:
     """Refuse a plan made with the checkpoint's own code, if the code may not run now."""
     is_other = plan.fingerprint != checkpoint.fingerprint
     if is_other and plan.request.trust_remote_code and not checkpoint.trust_remote_code:

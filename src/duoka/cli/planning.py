@@ -383,11 +383,11 @@ def save_device_map(device_map: Mapping[str, int | str], file: Path) -> None:
 
 def usable_system(reader: PromptReader, system: str | None) -> str | None:
     """Return the system prompt, or None (with a note) if the model's format has none."""
-    from duoka.models.text.prompts import has_template, why_untold
+    from duoka.models.text.prompts import has_template, why_no_system_message
 
     if not has_template(reader.chat):
         note("note: the model has no chat template: it continues the text that you write")
-    reason = why_untold(reader.chat, system) if system else ""
+    reason = why_no_system_message(reader.chat, system) if system else ""
     if reason:
         note(f"note: the model doesn't support --system: {reason}")
     return None if reason else system

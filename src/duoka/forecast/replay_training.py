@@ -151,7 +151,7 @@ class TrainingReplay(Replay):
                     _hold_aside(stage.memory, size)
             if MOST_TEMPORARIES[optimizer]:
                 sizes = [tensor.num_bytes for tensor in group]
-                _hold_for_update(stage.memory, sizes, MOST_TEMPORARIES[optimizer])
+                _replay_optimizer_temporaries(stage.memory, sizes, MOST_TEMPORARIES[optimizer])
         for gradient in stage.retained:
             stage.memory.release(gradient, cached=True)
         stage.retained, stage.num_kept = [], (0,) * len(stage.blocks)
@@ -199,7 +199,7 @@ def _allocator_state(memory: PlainMemory, flying: Sequence[Sequence[Held]] = ())
     return memory.free_blocks(), *map(tuple, flying)
 
 
-def _hold_for_update(memory: PlainMemory, sizes: Sequence[int], most: float) -> None:
+def _replay_optimizer_temporaries(memory: PlainMemory, sizes: Sequence[int], most: float) -> None:
     """Allocate and free the temporaries of an update, with at most `most` live at a time."""
     temporaries: list[Held] = []
     for size in sizes:

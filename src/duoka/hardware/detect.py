@@ -136,7 +136,7 @@ def survey() -> tuple[list[PresentGpu], list[tuple[str, str, Way]]]:
     return gpus, [*ways_between(((gpu.name, gpu) for gpu in gpus), _way)]
 
 
-def tells_memory() -> bool:
+def reports_memory() -> bool:
     """Return True if a driver reports the free memory of any GPU.
 
     It doesn't for GPUs that share the CPU's memory.

@@ -90,7 +90,8 @@ def apply_rotary_emb(
     cos, sin = (part[: x.shape[1], None] for part in (cos, sin))
     first, second = x[..., :size].unflatten(-1, (-1, 2) if interleaved else (2, -1)).unbind(axis)
     turned = torch.stack([first * cos - second * sin, first * sin + second * cos], axis)
-    return torch.cat([turned.flatten(-2).to(x.dtype), x[..., size:]], -1)
+    rotated = torch.cat([turned.flatten(-2).to(x.dtype), x[..., size:]], -1)
+    return x.copy_(rotated) if inplace else rotated
 
 
 flash_attn_unpadded_func, apply_rotary_emb_func = flash_attn_varlen_func, apply_rotary_emb

@@ -237,7 +237,7 @@ def merge_adapter(model: nn.Module, adapter: LoraAdapter) -> None:
     """
     refuse_other_model(model, adapter)
     for name, layer in adapter.layers.items():
-        weight = cast(nn.Parameter, model.get_submodule(name).weight)
+        weight = getattr(model.get_submodule(name), "weight", None)
         users = [n for n, p in model.named_parameters(remove_duplicate=False) if p is weight]
         if len(users) > 1 or layer.parameter is not None:
             raise LoadError(

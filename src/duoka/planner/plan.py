@@ -21,7 +21,7 @@ from duoka.checkpoint.checkpoint import differences
 from duoka.errors import FleetError, FormatError
 from duoka.forecast.forecast import Forecast
 from duoka.forecast.workload import Workload
-from duoka.hardware.detect import tells_memory
+from duoka.hardware.detect import reports_memory
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 
@@ -214,15 +214,16 @@ class Plan:
     def on_this_machine(self) -> Plan:
         """Move the plan to this machine's GPUs in their current state; see `on_fleet`.
 
-        A plan without CUDA devices is returned unchanged. So is a plan for declared GPUs if no GPU
-        is usable and the driver doesn't report memory, as on GPUs that share the CPU's memory.
+        A plan without CUDA devices is returned unchanged. If no GPU can be detected, FleetError is
+        raised for a plan that names physical GPUs (by UUID), or if the driver reports free memory;
+        otherwise (budgets declared by hand, unified memory) the plan is returned unchanged.
         """
         if not any(name.startswith("cuda") for name in self.devices):
             return self
         try:
             present = Fleet.detect()
         except FleetError:
-            if any(self.fleet.device(name).uuid for name in self.devices) or tells_memory():
+            if any(self.fleet.device(name).uuid for name in self.devices) or reports_memory():
                 raise
             return self
         return self.on_fleet(present)

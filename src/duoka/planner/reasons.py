@@ -148,7 +148,8 @@ def room_reasons(stages: Sequence[StageBytes], *, chosen: bool) -> Iterator[Reas
     """Yield a reason if a device has less free memory than recommended.
 
     `chosen` is True if the planner chose the placement, False if a device map did. For True the
-    sentence adds that no fitting placement leaves more free memory on every GPU.
+    sentence adds that no placement leaves the recommended memory free on every GPU: the planner
+    takes a placement that leaves less only if there is none.
     """
     tight = [
         f"{stage.device} has {format_bytes(stage.free_bytes)} free (recommended: "
@@ -157,7 +158,7 @@ def room_reasons(stages: Sequence[StageBytes], *, chosen: bool) -> Iterator[Reas
         if is_tight(stage)
     ]
     if tight:
-        condition = "; no placement that fits leaves more on every GPU" if chosen else ""
+        condition = "; no placement leaves as much on every GPU" if chosen else ""
         yield Reason("little-room", {"devices": ", ".join(tight), "condition": condition})
 
 

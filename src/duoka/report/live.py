@@ -62,7 +62,7 @@ def publish_memory(devices: Sequence[LiveDevice], name: str) -> None:
     """Write the memory of this process; `name` distinguishes several files of one process."""
     with suppress(FileExistsError):
         live_directory().mkdir(mode=0o700)
-    _refuse_untrusted()
+    _require_private_directory()
     file = live_directory() / f"{os.getpid()}-{name}.json"
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(to_dict(_File(devices=tuple(devices)))), encoding="utf-8")
@@ -72,7 +72,7 @@ def publish_memory(devices: Sequence[LiveDevice], name: str) -> None:
 def withdraw_memory(name: str) -> None:
     """Remove the file that this process published under a name."""
     with suppress(OSError, MachineError):
-        _refuse_untrusted()
+        _require_private_directory()
         (live_directory() / f"{os.getpid()}-{name}.json").unlink()
 
 
@@ -80,7 +80,7 @@ def read_memory() -> list[LiveDevice]:
     """Read the published memory of all processes of this user; remove stale files."""
     devices: list[LiveDevice] = []
     if os.path.lexists(live_directory()):
-        _refuse_untrusted()
+        _require_private_directory()
         for file in live_directory().iterdir():
             # The file may have just been removed, or may not be duoka's.
             with suppress(OSError, ValueError, FormatError):
@@ -88,7 +88,7 @@ def read_memory() -> list[LiveDevice]:
     return sorted(devices, key=lambda device: (device.pid, device.measured.device))
 
 
-def _refuse_untrusted() -> None:
+def _require_private_directory() -> None:
     """Raise MachineError unless the directory is private and owned by this user.
 
     ``/tmp`` is sticky, so other users can't replace a directory that passed this test.

@@ -103,7 +103,7 @@ def find_groups(
         for number, block in enumerate(blocks)
     ]
     groups = [replace(group, streams=experiment.streams(group)) for group in groups]
-    return _add_returns(groups, returns)
+    return _insert_return_blocks(groups, returns)
 
 
 def find_containers(model: nn.Module, groups: Sequence[ModuleGroup]) -> list[tuple[int, ...]]:
@@ -344,7 +344,7 @@ def _merge_overlaps(spans: list[tuple[int, int, set[str]]]) -> list[set[str]]:
 def _fuse_glue_work(experiment: _Experiment, spans: list[set[str]]) -> list[set[str]]:
     """Fuse an earlier block with all later blocks up to glue code that allocates on its device.
 
-    Where model code has moved a tensor back to the earlier block, `_add_returns` inserts a block
+    Where model code has moved a tensor back to the earlier block, `_insert_return_blocks` inserts a block
     for that work instead.
     """
     # Example: the blocks are words (0), norm (1) and layer (2), and model code makes a mask:
@@ -393,7 +393,9 @@ def _find_returns(experiment: _Experiment, blocks: list[list[str]]) -> list[tupl
     return list(returns)
 
 
-def _add_returns(groups: list[ModuleGroup], returns: list[tuple[str, str]]) -> list[ModuleGroup]:
+def _insert_return_blocks(
+    groups: list[ModuleGroup], returns: list[tuple[str, str]]
+) -> list[ModuleGroup]:
     """Insert a group without modules after the block during which a tensor was moved back."""
     all_groups: list[ModuleGroup] = []
     for group in groups:

@@ -205,13 +205,18 @@ class GenerationTracer(Tracer):
         samples, complete = self._record_aligned(runs)
         for phase in dict.fromkeys(sample.phase for sample in samples):
             if phase == "encode":
-                yield from self._passes(samples, is_batched)
+                yield from self._fit_vision_encoder(samples, is_batched)
                 continue
             regime = Regime(phase=phase, is_batched=is_batched, keys=(start, stop))
             yield from self.split([regime], samples, complete)
 
-    def _passes(self, samples: Sequence[RecordedStep], is_batched: bool) -> Iterator[RegimeTraces]:
-        """Yield the regimes of the passes that encode images."""
+    def _fit_vision_encoder(
+        self, samples: Sequence[RecordedStep], is_batched: bool
+    ) -> Iterator[RegimeTraces]:
+        """Yield the fitted traces of the vision encoder.
+
+        They are one regime, or with `vision_batch` one for each size of a pass (its key tokens).
+        """
         encoding = [sample for sample in samples if sample.phase == "encode"]
         if self.spec.conditions.vision_batch is None:  # one pass, with all images of the batch
             yield self.fit(Regime(phase="encode", is_batched=is_batched), encoding)

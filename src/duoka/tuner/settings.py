@@ -168,10 +168,11 @@ class TuneSettings:
         rates = {name: getattr(self, name) for name in ("lr", "weight_decay", "max_grad_norm")}
         rates["lr"] = self.learning_rate
         for name, rate in rates.items():
+            sign = "positive" if name == "lr" else "non-negative"
             is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
             if not is_number or not 0 <= rate < inf or (name == "lr" and not rate):
                 raise UsageError(
-                    f"{name} is {rate}; it must be a positive number",
+                    f"{name} is {rate}; it must be a {sign} number",
                     hint="leave it out for the default",
                 )
         if self.optimizer == "sgd" and self.weight_decay:

@@ -127,8 +127,8 @@ def get_device_name(device: Any = None) -> str:
 
 
 def get_device_capability(device: Any = None) -> tuple[int, int]:
-    """Return 8.0 (Ampere), whatever the generation of the world."""
-    return 8, 0
+    """Return 7.5 (Turing) for GPUs before Ampere, else 8.0."""
+    return (7, 5) if active_world().generation.before_ampere else (8, 0)
 
 
 def _expose_method(name: str) -> Callable[..., Any]:
@@ -179,5 +179,5 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:
-    """Return True: bfloat16 is supported."""
-    return True
+    """Return True, except for GPUs before Ampere if emulation doesn't count."""
+    return including_emulation or not active_world().generation.before_ampere

@@ -28,7 +28,7 @@ from duoka.planner.request import PlanProblem
 from duoka.planner.solve import find_plan
 from duoka.report.export import common
 from duoka.report.export.common import layer_token_bytes
-from duoka.report.export.stages import read_pipeline
+from duoka.report.export.stages import to_layer_pipeline
 from duoka.report.export.vllm import BLOCK_TOKENS, planned_blocks
 
 
@@ -107,7 +107,7 @@ def test_the_cache_holds_the_planned_context() -> None:
     plan = find_plan(
         profile, PlanProblem(fleet=fleet(160, 120, 90), workload=workload, use_all=True)
     )
-    pipeline = read_pipeline(plan, "vLLM")
+    pipeline = to_layer_pipeline(plan, "vLLM")
     sizes = layer_token_bytes(plan, profile, pipeline)
     assert sizes == [0, *[4096] * 10, 0]  # the first and the last block keep nothing
     given = int(parsed(export(plan, "vllm", profile).text)[2]["--kv-cache-memory-bytes"])
@@ -174,9 +174,9 @@ def test_sglangs_share_covers_weights_and_cache_of_every_rank() -> None:
     workload = Workload(prompt_tokens=1000, new_tokens=24, dtype="bfloat16")
     plan = find_plan(profile, PlanProblem(fleet=fleet(140, 100), workload=workload))
     options = parsed(export(plan, "sglang", profile).text)[2]
-    sizes = layer_token_bytes(plan, profile, read_pipeline(plan, "SGLang"))
+    sizes = layer_token_bytes(plan, profile, to_layer_pipeline(plan, "SGLang"))
     assert sizes is not None
-    for stage in read_pipeline(plan, "SGLang").stages:
+    for stage in to_layer_pipeline(plan, "SGLang").stages:
         static = stage.forecast.weight_bytes + 1024 * sum(sizes[stage.start : stage.stop])
         assert static <= float(options["--mem-fraction-static"]) * stage.device.budget_bytes
     assert options["--max-total-tokens"] == "1024"

@@ -10,13 +10,13 @@ from staged import placed, rearranged, staged
 from duoka import export
 from duoka.errors import UsageError
 from duoka.report.export import TOOLS
-from duoka.report.export.stages import read_pipeline
+from duoka.report.export.stages import to_layer_pipeline
 
 LAYERED = [tool for tool in TOOLS if tool not in ("accelerate", "torch-pipelining")]
 
 
 def test_a_plan_is_read_as_stages() -> None:
-    pipeline = read_pipeline(staged([5, 3, 2]), "tool")
+    pipeline = to_layer_pipeline(staged([5, 3, 2]), "tool")
     assert (pipeline.layers, pipeline.num_layers, pipeline.counts) == (
         "model.layers",
         10,
@@ -30,7 +30,7 @@ def test_a_plan_is_read_as_stages() -> None:
 
 def test_a_head_that_returns_is_told() -> None:
     plan = placed(staged([3, 2]), lm_head="cuda:0")
-    assert read_pipeline(plan, "tool").returning == ("lm_head",)
+    assert to_layer_pipeline(plan, "tool").returning == ("lm_head",)
     for tool in LAYERED:
         assert "lm_head is tied" in str(export(plan, tool))
     assert "lm_head is tied" in str(export(plan, "torch-pipelining"))
@@ -40,11 +40,11 @@ def test_a_vision_tower_before_the_layers_counts_as_one_part() -> None:
     plan = staged([2, 2])
     tower = tuple((f"model.vision.blocks.{number}", "cuda:0") for number in range(9))
     whole = (*tower, *plan.placement.entries)
-    pipeline = read_pipeline(rearranged(plan, whole), "tool")
+    pipeline = to_layer_pipeline(rearranged(plan, whole), "tool")
     assert (pipeline.layers, pipeline.counts) == ("model.layers", [2, 2])
     cut = (("model.vision.blocks.0", "cuda:1"), *whole[1:])
     with pytest.raises(UsageError, match=r"model.vision.blocks.0, which runs before its layers"):
-        read_pipeline(rearranged(plan, cut), "tool")
+        to_layer_pipeline(rearranged(plan, cut), "tool")
 
 
 @pytest.mark.parametrize("tool", LAYERED)

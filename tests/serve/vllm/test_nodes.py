@@ -14,7 +14,7 @@ from staged import rearranged, renamed, staged
 from duoka.errors import UsageError
 from duoka.hardware.fleet import Fleet
 from duoka.planner.plan import Plan
-from duoka.report.export.stages import read_pipeline
+from duoka.report.export.stages import to_layer_pipeline
 from duoka.serve.vllm.nodes import Node, devices_by_node, parse_nodes
 
 
@@ -68,7 +68,7 @@ def test_every_stage_is_on_one_machine_and_in_order(nodes: int, uses: int, spare
     names = dict(zip(plan.devices, (f"cuda:{number}" for number in numbers), strict=True))
     plan = replace(renamed(plan, names), fleet=wide)
     machines = tuple(Node(address=f"m{node}", num_gpus=uses + spare) for node in range(nodes))
-    parts = devices_by_node(read_pipeline(plan, "vLLM"), machines)
+    parts = devices_by_node(to_layer_pipeline(plan, "vLLM"), machines)
     assert [node for node, _ in parts] == list(machines)
     for _, devices in parts:
         assert [device.name for device in devices] == [f"cuda:{gpu}" for gpu in range(uses)]
@@ -76,7 +76,7 @@ def test_every_stage_is_on_one_machine_and_in_order(nodes: int, uses: int, spare
 
 def refusal(plan: Plan, nodes: str) -> str:
     with pytest.raises(UsageError) as error:
-        devices_by_node(read_pipeline(plan, "vLLM"), parse_nodes(nodes))
+        devices_by_node(to_layer_pipeline(plan, "vLLM"), parse_nodes(nodes))
     assert error.value.hint
     return str(error.value)
 
@@ -115,7 +115,7 @@ def test_detected_gpus_are_of_this_machine_alone() -> None:
     devices = tuple(
         replace(device, uuid=f"GPU-{number}") for number, device in enumerate(plan.fleet.devices)
     )
-    pipeline = read_pipeline(replace(plan, fleet=Fleet(devices=devices)), "vLLM")
+    pipeline = to_layer_pipeline(replace(plan, fleet=Fleet(devices=devices)), "vLLM")
     with pytest.raises(UsageError, match="detected on this machine"):
         devices_by_node(pipeline, parse_nodes("a=1,b=1"))
 

@@ -372,7 +372,7 @@ def has_template(chat: ChatFormat) -> bool:
     return not isinstance(chat, TemplateFormat) or chat.tokenizer.chat_template is not None
 
 
-def why_untold(chat: ChatFormat, system: str) -> str:
+def why_no_system_message(chat: ChatFormat, system: str) -> str:
     """Return the reason why a model can't get a system message; empty if there is no reason."""
     question = ChatMessage(role="user", content="?")
     try:

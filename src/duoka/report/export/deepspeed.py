@@ -15,7 +15,7 @@ from duoka.forecast.profile import Profile
 from duoka.planner.plan import Plan
 
 from . import common
-from .stages import LayerPipeline, read_pipeline
+from .stages import LayerPipeline, to_layer_pipeline
 from .text import Export, format_environment
 
 NAME = "DeepSpeed"
@@ -23,7 +23,7 @@ NAME = "DeepSpeed"
 
 def export(plan: Plan, _profile: Profile | None) -> Export:
     """Write the plan as a Python program."""
-    pipeline = read_pipeline(plan, NAME)
+    pipeline = to_layer_pipeline(plan, NAME)
     environment = format_environment(common.visible_environment(NAME, pipeline.devices))
     text = f"""\
 # {environment} torchrun --nproc-per-node {len(pipeline.stages)} THIS_FILE

@@ -12,7 +12,7 @@ from duoka.planner.plan import Plan
 from duoka.planner.plan_profile import CONVENTIONS, Convention, cached_profile
 
 from . import accelerate, deepspeed, llamacpp, sglang, torch_pipelining, vllm
-from .stages import Pins, pipeline_pins, read_pipeline
+from .stages import Pins, pipeline_pins, to_layer_pipeline
 from .text import Export
 
 _EXPORTERS: dict[str, Callable[[Plan, Profile | None], Export]] = {
@@ -74,14 +74,14 @@ def plan_for_tool(plan: Plan, tool: str, plan_again: Callable[[Pins], Plan]) -> 
     if tool in (accelerate.NAME, "torch-pipelining") or plan.offloaded:
         return plan
     try:
-        read_pipeline(plan, tool)
+        to_layer_pipeline(plan, tool)
     except UsageError:
         sign = -1 if plan.objective in ("latency", "throughput") else 1  # seconds: less is better
         plans = []
         for pins in pipeline_pins(plan):
             with suppress(InfeasibleError, UsageError):
                 candidate = plan_again(pins)
-                read_pipeline(candidate, tool)
+                to_layer_pipeline(candidate, tool)
                 plans.append(candidate)
         return max(plans, key=lambda candidate: sign * candidate.value, default=plan)
     return plan

@@ -24,7 +24,7 @@ from duoka.forecast.profile import Profile
 from duoka.planner.plan import Plan
 
 from . import common
-from .stages import LayerPipeline, read_pipeline
+from .stages import LayerPipeline, to_layer_pipeline
 from .text import Export, format_command
 
 NAME = "llama.cpp"
@@ -34,7 +34,7 @@ _CACHE_TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 
 def export(plan: Plan, _profile: Profile | None) -> Export:
     """Write the plan as a shell command."""
-    pipeline = read_pipeline(plan, NAME)
+    pipeline = to_layer_pipeline(plan, NAME)
     workload, stages = plan.workload, pipeline.stages
     environment = common.visible_environment(NAME, pipeline.devices)
     names = ",".join(f"CUDA{number}" for number in range(len(stages)))

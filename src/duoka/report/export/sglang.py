@@ -17,7 +17,7 @@ from duoka.forecast.profile import Profile
 from duoka.planner.plan import Plan
 
 from . import common
-from .stages import LayerPipeline, read_pipeline
+from .stages import LayerPipeline, to_layer_pipeline
 from .text import Export, export_error, format_command
 
 NAME = "SGLang"
@@ -25,7 +25,7 @@ NAME = "SGLang"
 
 def export(plan: Plan, profile: Profile | None) -> Export:
     """Write the plan as a shell command."""
-    pipeline = read_pipeline(plan, NAME)
+    pipeline = to_layer_pipeline(plan, NAME)
     if common.is_glm4v(plan):
         raise export_error(NAME, "it has no class for GLM-4V", "export to vllm, or use duoka serve")
     foreign = common.class_notes(plan, pipeline, NAME)

@@ -65,8 +65,8 @@ class LayerPipeline:
         return [stage.num_layers for stage in self.stages]
 
 
-def read_pipeline(plan: Plan, tool: str) -> LayerPipeline:
-    """Convert a plan to stages of whole layers; UsageError if it has no such form."""
+def to_layer_pipeline(plan: Plan, tool: str) -> LayerPipeline:
+    """Convert a plan to stages of whole layers; UsageError if they can't express it."""
     if plan.offloaded:
         why = "modules are offloaded to CPU memory"
         raise export_error(tool, f"{len(plan.offloaded)} {why}", "plan without offload")
@@ -85,24 +85,26 @@ def read_pipeline(plan: Plan, tool: str) -> LayerPipeline:
     #
     #     embed 0 | layers.0 0, layers.1 0, layers.2 1, layers.3 1 | norm 1, lm_head 1 → counts 2, 2
     #     the same, but lm_head 0: tied to the embedding, it is `returning`
-    at = _devices_of_layers(plan, tool, main)
+    layer_devices = _devices_of_layers(plan, tool, main)
+    first, last = layer_devices[0], layer_devices[-1]
     is_layer = [(layer_of(name) or ("",))[0] == main for name, _ in entries]
     start, stop = is_layer.index(True), len(is_layer) - is_layer[::-1].index(True)
     before, after = entries[:start], entries[stop:]
-    strangers = [name for (name, _), layer in zip(entries, is_layer, strict=True) if not layer]
-    between = strangers[len(before) : len(strangers) - len(after)]
-    if between and len(set(at)) > 1:
+    inner = zip(entries[start:stop], is_layer[start:stop], strict=True)
+    between = [name for (name, _), layer in inner if not layer]
+    if between and len(set(layer_devices)) > 1:
         raise export_error(tool, f"{between[0]} runs between the layers of {main}", _OTHER_PLAN)
-    returning = [*takewhile(lambda entry: entry[1] == at[0] != at[-1], reversed(after))][::-1]
+    # Trailing modules on the first rank, such as a tied lm_head.
+    returning = [*takewhile(lambda entry: entry[1] == first != last, reversed(after))][::-1]
     staying = after[: len(after) - len(returning)]
-    for modules, device, place in ((before, at[0], "before its layers"), (staying, at[-1], _AFTER)):
+    for modules, device, place in ((before, first, "before its layers"), (staying, last, _AFTER)):
         for name, where in modules:
             if where != device:
                 why = f"{name}, which runs {place}, is on {where}, and the layers of {main} next to"
                 raise export_error(tool, f"{why} it are on {device}", _OTHER_PLAN)
     return LayerPipeline(
         layers=main,
-        stages=_stages(plan, tool, at),
+        stages=_stages(plan, tool, layer_devices),
         before=tuple(name for name, _ in before),
         after=tuple(name for name, _ in after),
         returning=tuple(name for name, _ in returning),

@@ -15,7 +15,7 @@ from duoka.forecast.profile import Profile
 from duoka.planner.plan import Plan
 
 from . import common
-from .stages import LayerPipeline, read_pipeline
+from .stages import LayerPipeline, to_layer_pipeline
 from .text import Export, export_error, format_environment
 
 TORCH = "torch.distributed.pipelining"
@@ -49,7 +49,7 @@ def _stage_modules(plan: Plan) -> list[list[str]]:
     A tied head on the first device joins the last stage, since a stage can't return to a device.
     """
     if plan.offloaded or "cpu" in plan.devices:
-        read_pipeline(plan, TORCH)  # raises the error
+        to_layer_pipeline(plan, TORCH)  # raises the error
     runs = [
         (device, [name for name, _ in entries])
         for device, entries in groupby(plan.placement.entries, key=lambda entry: entry[1])
@@ -89,7 +89,7 @@ def _torch_notes(plan: Plan) -> Iterator[str]:
 
 def export_titan(plan: Plan, _profile: Profile | None) -> Export:
     """Write the plan as a torchtitan configuration."""
-    pipeline = read_pipeline(plan, TITAN)
+    pipeline = to_layer_pipeline(plan, TITAN)
     parts = titan_names(pipeline)
     training = plan.workload.training
     schedule = _SCHEDULES[training.schedule] if training is not None else "1F1B"

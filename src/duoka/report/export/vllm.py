@@ -28,7 +28,7 @@ from duoka.forecast.workload import Workload
 from duoka.planner.plan import Plan
 
 from . import common
-from .stages import LayerPipeline, read_pipeline
+from .stages import LayerPipeline, to_layer_pipeline
 from .text import Export, format_command
 
 NAME = "vLLM"
@@ -66,7 +66,7 @@ def export(plan: Plan, profile: Profile | None) -> Export:
 
 def read_command(plan: Plan, profile: Profile | None) -> VllmCommand:
     """Convert a plan to environment and options; UsageError if vLLM cannot express it."""
-    pipeline = read_pipeline(plan, NAME)
+    pipeline = to_layer_pipeline(plan, NAME)
     common.class_notes(plan, pipeline, NAME)
     workload, num = plan.workload, len(pipeline.stages)
     environment = common.visible_environment(NAME, pipeline.devices)
