@@ -344,8 +344,8 @@ def _merge_overlaps(spans: list[tuple[int, int, set[str]]]) -> list[set[str]]:
 def _fuse_glue_work(experiment: _Experiment, spans: list[set[str]]) -> list[set[str]]:
     """Fuse an earlier block with all later blocks up to glue code that allocates on its device.
 
-    Where model code has moved a tensor back to the earlier block, `_insert_return_blocks` inserts a block
-    for that work instead.
+    Where model code has moved a tensor back to the earlier block, `_insert_return_blocks` inserts a
+    block for that work instead.
     """
     # Example: the blocks are words (0), norm (1) and layer (2), and model code makes a mask:
     #

@@ -65,6 +65,12 @@ class LayerPipeline:
         return [stage.num_layers for stage in self.stages]
 
 
+# Entries are in execution order: modules before the layers, the layers, modules after them. A
+# tool configured by layer counts runs the modules before on its first rank, those after on its
+# last:
+#
+#     embed 0 | layers.0 0, layers.1 0, layers.2 1, layers.3 1 | norm 1, lm_head 1 → counts 2, 2
+#     the same, but lm_head 0: tied to the embedding, it is `returning`
 def to_layer_pipeline(plan: Plan, tool: str) -> LayerPipeline:
     """Convert a plan to stages of whole layers; UsageError if they can't express it."""
     if plan.offloaded:
@@ -79,12 +85,6 @@ def to_layer_pipeline(plan: Plan, tool: str) -> LayerPipeline:
             raise export_error(tool, "its modules are not a numbered list of layers", _OTHER_PLAN)
         stages = _stages(plan, tool, plan.devices)
         return LayerPipeline(layers="", stages=stages, before=(), after=(), returning=())
-    # Entries are in execution order: modules before the layers, the layers, modules after them. A
-    # tool configured by layer counts runs the modules before on its first rank, those after on its
-    # last:
-    #
-    #     embed 0 | layers.0 0, layers.1 0, layers.2 1, layers.3 1 | norm 1, lm_head 1 → counts 2, 2
-    #     the same, but lm_head 0: tied to the embedding, it is `returning`
     layer_devices = _devices_of_layers(plan, tool, main)
     first, last = layer_devices[0], layer_devices[-1]
     is_layer = [(layer_of(name) or ("",))[0] == main for name, _ in entries]
