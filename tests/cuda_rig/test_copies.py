@@ -52,7 +52,7 @@ def test_a_model_says_so_once_when_it_is_spread() -> None:
     with heard_by(said.append):
         duoka.dispatch(model, where, outputs="stay")
         duoka.dispatch(model, where, outputs="stay")
-    assert [text.partition(" when")[0] for text in said] == [
+    assert [text.partition(" in direct")[0] for text in said] == [
         "cuda:0 → cuda:1: zeros arrive",
         "cuda:1 → cuda:0: 65536 of 65536 numbers are corrupted",
     ]

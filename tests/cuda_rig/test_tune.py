@@ -75,7 +75,7 @@ def test_memory_that_others_took(
     capfd.readouterr()
     monkeypatch.setenv("RIG_GPUS", "1GiB,40MiB")
     with pytest.raises(
-        DuokaError, match=r"^cuda:1: CUDA out of memory\. .* is free\nasked for by "
+        DuokaError, match=r"^cuda:1: CUDA out of memory\. .* is free\nrequested by "
     ) as refused:
         resume(RunDirectory(result.directory))
     assert refused.value.exit_code == TrainingError.exit_code
