@@ -91,10 +91,13 @@ def _leave_to_the_night(items: list[pytest.Function]) -> None:
 
 
 def _leave_out_of_the_quick_run(items: list[pytest.Function]) -> None:
-    """Mark all but a few cases of each test: together they are slow."""
+    """Mark all but a few cases of each test: together they are slow, and a half goes by turn."""
     for cases in _cases(item for item in items if not any(map(item.get_closest_marker, _LATER))):
-        for item in set(cases) - set(cases[:: -(-len(cases) // _CASES)]):
-            item.add_marker("slow")
+        few = set(cases[:: -(-len(cases) // _CASES)])
+        others = [item for item in cases if item not in few]
+        due = set(turns.in_turn(others, turns.HALVES))
+        for item in others:
+            item.add_marker("slow" if item in due else "nightly")
 
 
 def _cases(items: Iterable[pytest.Function]) -> Iterable[list[pytest.Function]]:
