@@ -80,7 +80,7 @@ def test_where_nothing_leaves_room_it_is_told() -> None:
     plan = planned(stage.reserved_bytes / MIB + 1)
     assert any(map(is_tight, plan.forecast.devices))
     assert "little-room" in told(plan)
-    assert plan.why[-1].text.endswith("; no placement leaves as much on every GPU.")
+    assert plan.why[-1].text.endswith("; no placement has the recommended headroom on every GPU.")
 
 
 def test_a_map_runs_in_the_largest_chunk_that_leaves_room() -> None:

@@ -102,7 +102,7 @@ def report(error: BaseException, *, debug: bool, arguments: Sequence[str] = ()) 
         if signum is not None:
             stderr().print("stopped", highlight=False)
         else:
-            _print_cause(cause)
+            _print_cause(cause, arguments)
     except (OSError, ValueError):
         if signum is None and getattr(error, "errno", None) == errno.EIO:
             return _SIGNAL_BASE + signal.SIGHUP  # EIO means a closed terminal; SIGHUP may follow
@@ -130,13 +130,13 @@ def print_error(error: DuokaError) -> None:
     _print_message(f"{error}", error.hint)
 
 
-def _print_cause(error: BaseException) -> None:
+def _print_cause(error: BaseException, arguments: Sequence[str]) -> None:
     """Print an error by its class: nothing for a broken pipe, usage, message or defect."""
     if isinstance(error, BrokenPipeError):
         # The interpreter flushes stdout at exit; redirected to null, this flush doesn't fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif isinstance(error, _WRONG_OPTIONS):
-        _print_usage(error)
+        _print_usage(error, arguments)
     elif isinstance(error, DuokaError):
         print_error(error)
     else:
@@ -188,10 +188,11 @@ def _print_message(message: str, hint: str | None) -> None:
             console.print(printable(redact(text)), markup=False, highlight=False, soft_wrap=True)
 
 
-def _print_usage(error: Any) -> None:
+def _print_usage(error: Any, arguments: Sequence[str]) -> None:
     """Print an error of Typer, with duoka's option if another tool's name was used."""
-    command = "duoka" if error.ctx is None else error.ctx.command_path
-    hint = f"`{command} --help` lists its options"
+    # An option without its value is an error without a context.
+    names = [error.ctx.command_path] if error.ctx else ["duoka", *arguments[:1]]
+    hint = f"`{' '.join(n for n in names if not n.startswith('-'))} --help` lists its options"
     option_name = getattr(error, "option_name", "").lstrip("-").replace("_", "-")
     options = set() if error.ctx is None else {o for p in error.ctx.command.params for o in p.opts}
     for option, peers in _OTHER_TOOLS_OPTIONS.items():

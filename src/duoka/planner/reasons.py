@@ -158,7 +158,7 @@ def room_reasons(stages: Sequence[StageBytes], *, chosen: bool) -> Iterator[Reas
         if is_tight(stage)
     ]
     if tight:
-        condition = "; no placement leaves as much on every GPU" if chosen else ""
+        condition = "; no placement has the recommended headroom on every GPU" if chosen else ""
         yield Reason("little-room", {"devices": ", ".join(tight), "condition": condition})
 
 
