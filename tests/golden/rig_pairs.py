@@ -44,7 +44,7 @@ MEMORY: dict[str, tuple[str, str, Workload]] = {
     "one GPU": ("glm", ONE, work(1333, 18)),
     "two GPUs": ("llama", TWO, work(1333, 9)),
     "a batch on three": ("tied", THREE, work(1100, 6, batch=3)),
-    "support chunked prefill": ("llama", TWO, work(1901, 5, 640, batch=2)),
+    "a prompt in chunks": ("llama", TWO, work(1901, 5, 640, batch=2)),
     "a window": ("window", TWO, work(1333, 9)),
     "experts": ("experts", TWO, work(600, 9)),
     "latent attention": ("latent", TWO, work(600, 9)),
