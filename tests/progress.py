@@ -6,7 +6,7 @@ import re
 
 PROGRESS = re.compile(
     r"^(reading the checkpoint|importing torch|planning"
-    r"|\S+ does not fit: .*; searching suggestions|found: .*"
+    r"|.*; searching suggestions|found: .*"
     r"|tracing \S+( in training)?( with [\w ]+)? \(once; later plans use the cached profile\)"
     r"|running the model on virtual GPUs|proving the plan on virtual GPUs|reading the weights"
     r"|repairing, and proving it)\n",
