@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import tuning
 from cuda_rig.values import values
 
 import duoka
-from duoka.engine.executor import InlineExecutor
+from duoka.engine.executor import InlineExecutor, outcomes_of
 from duoka.engine.request import SamplingParams
 from duoka.engine.sampler import SamplingRow
 from duoka.forecast.serving import Capacity
@@ -26,28 +27,54 @@ WORK = duoka.Workload(
 ROW = SamplingRow(params=SamplingParams(), seed=0, place=0)
 PAGES = list(range(8))
 # Launches and copies of a step on two GPUs, at most: two layers, and four.
-MOST = {"shallow": (94, 13), "llama": (164, 15)}
+MOST = {"shallow": (87, 11), "llama": (157, 13)}
+# What a row asks for, and by how many launches and copies the step is longer.
+ROWS = {
+    "greedy": ROW,
+    "drawn": replace(ROW, params=SamplingParams(temperature=0.7, top_k=5, top_p=0.9)),
+    "changed": replace(ROW, params=SamplingParams(presence_penalty=1.0), answer=(3, 4)),
+    "masked": replace(ROW, allowed=b"\xff" * 8),
+    "reported": replace(ROW, params=SamplingParams(logprobs=3)),
+}
 LOG = Path(tempfile.gettempdir()) / f"duoka-launches-{os.getpid()}"
+
+
+def count_steps(
+    tmp_path: Path, family: str, gpus: str, row: SamplingRow = ROW
+) -> list[Counter[str]]:
+    """Count what fifty decode steps do, each by itself: the first words of the rig's log."""
+    path = tuning.write_model(family, tmp_path / family)
+    plan = duoka.plan(path, gpus, WORK, use_all=True)
+    executor = InlineExecutor(duoka.load(plan), Capacity.of(WORK), WORK, warm_up="every")
+    steps = []
+    with values(), torch.no_grad():
+        executor.start()
+        executor.run([Chunk(0, list(range(5, 15)), 0, PAGES, row)])
+        for place in range(10, 60):
+            done = LOG.stat().st_size
+            chunks = [Chunk(0, [7], place, PAGES, row)]
+            outcomes_of(chunks, executor.run(chunks))
+            lines = LOG.read_text()[done:].splitlines()
+            steps.append(Counter(line.split()[0] for line in lines))
+            steps[-1]["pageable"] = sum("copy -1" in line and "pageable" in line for line in lines)
+    executor.close()
+    LOG.unlink()
+    return steps
 
 
 @pytest.mark.cuda_rig(gpus="2x1GiB", log=LOG)
 @pytest.mark.parametrize("family", MOST)
 def test_a_decode_step_launches_as_much_as_the_one_before(tmp_path: Path, family: str) -> None:
-    path = tuning.write_model(family, tmp_path / family)
-    plan = duoka.plan(path, "1GiB,1GiB", WORK, use_all=True)
-    executor = InlineExecutor(duoka.load(plan), Capacity.of(WORK), WORK, warm_up="every")
-    steps = []
-    with values(), torch.no_grad():
-        executor.start()
-        executor.run([Chunk(0, list(range(5, 15)), 0, PAGES, ROW)])
-        for place in range(10, 60):
-            done = LOG.stat().st_size
-            executor.run([Chunk(0, [7], place, PAGES, ROW)])
-            lines = LOG.read_text()[done:].splitlines()
-            steps.append(Counter(line.split()[0] for line in lines))
-    executor.close()
-    LOG.unlink()
+    steps = count_steps(tmp_path, family, "1GiB,1GiB")
     assert all(step == steps[0] for step in steps), steps
     launches, copies = MOST[family]
     assert 0 < steps[0]["launch"] <= launches
     assert steps[0]["copy"] <= copies
+
+
+@pytest.mark.cuda_rig(gpus="1GiB", log=LOG)
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_the_host_waits_once_per_step(tmp_path: Path, row: SamplingRow) -> None:
+    """For the tokens; everything else goes to the GPU from pinned memory, without waiting."""
+    for step in count_steps(tmp_path, "llama", "1GiB", row):
+        assert (step["wait"], step["pageable"]) == (1, 0), step

@@ -18,6 +18,7 @@ from duoka.checker.prove import prove
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.engine import Engine, SamplingParams
 from duoka.errors import ProofError, UsageError
+from duoka.forecast.allocator import ROUND_BYTES
 from duoka.models.from_checkpoint import build_model
 from duoka.runtime import devices
 from duoka.runtime.call.paged_model import PagedModel
@@ -106,12 +107,10 @@ def test_processes_take_what_was_forecast(
     with Engine(plan, processes=True) as engine:
         answers = [outcome for _, outcome in engine.as_completed(random_requests(12), SHORT)]
     assert not [answer for answer in answers if isinstance(answer, Exception)]
-    assert [
-        (peak.device, peak.allocated_bytes, peak.reserved_bytes) for peak in engine.peaks()
-    ] == [
-        (stage.device, stage.allocated_bytes, stage.reserved_bytes)
-        for stage in plan.forecast.devices
-    ]
+    for peak, stage in zip(engine.peaks(), plan.forecast.devices, strict=True):
+        assert (peak.device, peak.reserved_bytes) == (stage.device, stage.reserved_bytes)
+        # The forecast holds for one process, too: there the rows of logits are a copy of their own.
+        assert 0 <= stage.allocated_bytes - peak.allocated_bytes <= ROUND_BYTES
 
 
 def test_the_largest_steps_alone_are_tried_for_work_that_ends_soon(

@@ -50,7 +50,7 @@ def in_stages(model: Any, placement: Any, steps: list[list[Chunk]]) -> list[Tens
         LocalChannel([CPU] * len(routes.devices)),
     )
     # Each device has pages of its own.
-    models = {name: PagedModel(model, CAPACITY) for name in routes.devices}
+    models = {name: PagedModel(model, CAPACITY, is_known=True) for name in routes.devices}
     logits = []
     for number, chunks in enumerate(steps):
         paged = {name: one.step(chunks) for name, one in models.items()}

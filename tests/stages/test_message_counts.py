@@ -57,7 +57,7 @@ def test_a_step_of_the_engine(sent: Counter[Any], num_stages: int) -> None:
     with torch.inference_mode():
         routes = find_step_routes(model, placement)
         interceptor, channel = BlockInterceptor(model, placement), LocalChannel([CPU] * num_stages)
-        models = {name: PagedModel(model, CAPACITY) for name in routes.devices}
+        models = {name: PagedModel(model, CAPACITY, is_known=True) for name in routes.devices}
         for number, (start, size) in enumerate([(0, 9), (9, 1), (10, 1)]):
             tokens = [rng.randrange(3, families.VOCABULARY) for _ in range(size)]
             chunks = [Chunk(0, tokens, start, list(range(5)), ROW)]

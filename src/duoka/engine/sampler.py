@@ -11,12 +11,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from duoka.runtime.draw import BANNED, LogitChange, change, draw, log_probabilities, mask
+from duoka.runtime.devices import send
+from duoka.runtime.draw import BANNED, LogitChange, change, draw, mask, with_log_probabilities
 
 from .request import SamplingParams, TokenChoice
 
@@ -70,10 +71,10 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[TokenChoice]:
         if any(row.allowed is not None for row in rows):
             mask(changed, _join_masks(rows, vocabulary))
     tokens = changed.argmax(dim=-1)
-    drawn = [not row.params.is_greedy for row in rows]
-    if any(drawn):
-        is_drawn = torch.tensor(drawn, device=raw.device)
-        tokens = torch.where(is_drawn, _draw(changed, rows), tokens)
+    if not all(row.params.is_greedy for row in rows):
+        columns = _make_columns(rows, raw)
+        is_drawn = columns[-1, :, 0] > 0
+        tokens = torch.where(is_drawn, draw(changed, *columns[:-1]), tokens)
     return _make_choices(raw, tokens, rows)
 
 
@@ -110,22 +111,17 @@ def _join_masks(rows: Sequence[SamplingRow], vocabulary: int) -> bytes:
     )
 
 
-def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Draw a token for each row after temperature, top-k, top-p and min-p."""
-    device = logits.device
-
-    def column(values: Sequence[float]) -> Tensor:
-        """Make a tensor [rows, 1]."""
-        return torch.tensor(values, device=device, dtype=torch.float32)[:, None]
-
-    return draw(
-        logits,
-        temperatures=column([row.params.temperature or 1.0 for row in rows]),
-        top_k=column([row.params.top_k or logits.shape[-1] for row in rows]),
-        top_p=column([row.params.top_p for row in rows]),
-        min_p=column([row.params.min_p for row in rows]),
-        numbers=column([_random_number(row.seed, row.place) for row in rows]),
-    )
+def _make_columns(rows: Sequence[SamplingRow], logits: Tensor) -> Tensor:
+    """Return [6, rows, 1] on the device of the logits: the parameters of `draw`; 0 if greedy."""
+    columns = [
+        [row.params.temperature or 1.0 for row in rows],
+        [row.params.top_k or logits.shape[-1] for row in rows],
+        [row.params.top_p for row in rows],
+        [row.params.min_p for row in rows],
+        [_random_number(row.seed, row.place) for row in rows],
+        [not row.params.is_greedy for row in rows],
+    ]
+    return send(torch.tensor(columns, dtype=torch.float32), logits.device)[..., None]
 
 
 # A shared generator with state would make a generation depend on the rows drawn before. Python
@@ -138,16 +134,15 @@ def _random_number(seed: int, place: int) -> float:
 
 def _make_choices(raw: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) -> list[TokenChoice]:
     """Make a `TokenChoice` for each row, with log-probabilities of raw logits if requested."""
-    ids: list[int] = tokens.tolist()
-    reported = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
-    choices = [TokenChoice(token=token) for token in ids]
-    if not reported:
-        return choices
-    logprobs, best_values, best_ids = (part.tolist() for part in log_probabilities(raw, tokens))
-    for index in reported:
-        number = rows[index].params.logprobs or 0
-        pairs = zip(best_ids[index][:number], best_values[index][:number], strict=True)
-        choices[index] = TokenChoice(
-            token=ids[index], logprob=logprobs[index][0], top_logprobs=tuple(pairs)
-        )
+    if all(row.params.logprobs is None for row in rows):
+        return [TokenChoice(token=token) for token in tokens.tolist()]
+    choices = []
+    joined = with_log_probabilities(raw, tokens).tolist()
+    for row, (token, logprob, *best) in zip(rows, joined, strict=True):
+        number, half = row.params.logprobs, len(best) // 2
+        choice = TokenChoice(token=int(token))
+        if number is not None:
+            pairs = zip(map(int, best[half : half + number]), best[:number], strict=False)
+            choice = replace(choice, logprob=logprob, top_logprobs=tuple(pairs))
+        choices.append(choice)
     return choices

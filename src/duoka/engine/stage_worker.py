@@ -96,7 +96,7 @@ class _StageWorker:
         shares = BusyShares(lambda: {device: self._busy_seconds})
         self.publisher = Publisher(plan, model, [device], busy_shares=shares)
         self._interceptor = BlockInterceptor(model, plan.placement)
-        self._paged = PagedModel(model, settings.capacity)
+        self._paged = PagedModel(model, settings.capacity, is_known=True)
         self._routes = settings.routes
         ranks = [plan.devices.index(name) for name in names]
         self._channel = SharedMemoryChannel(settings.memory, sockets, ranks, self._device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from duoka import virtual
 from duoka.errors import FleetError, VirtualDeviceError
@@ -155,6 +156,16 @@ def make_current(device: str | torch.device) -> None:
 def can_pin(device: str | torch.device) -> bool:
     """Return True if copies to a device are faster from pinned host memory."""
     return torch.device(device).type == "cuda"
+
+
+def pinned(tensor: Tensor, device: str | torch.device) -> Tensor:
+    """Return a CPU tensor in pinned memory if its copy to a device can then be asynchronous."""
+    return tensor.pin_memory() if can_pin(device) else tensor
+
+
+def send(tensor: Tensor, device: str | torch.device) -> Tensor:
+    """Copy a CPU tensor to a device; the host doesn't wait for the device."""
+    return pinned(tensor, device).to(device, non_blocking=True)
 
 
 def synchronize(device: str | torch.device) -> None:

@@ -1,7 +1,8 @@
 """Drawing tokens: the operations by which a device samples a token from each row of logits.
 
 Every row goes through the same operations, whatever its sampling parameters, so that the memory
-depends on the number of rows alone. This module knows nothing of requests.
+depends on the number of rows alone. The host doesn't wait for the device. This module knows nothing
+of requests.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+
+from .devices import send
 
 MOST_LOGPROBS = 20
 _CHANGED = 1024
@@ -81,8 +84,8 @@ def change(logits: Tensor, changes: Sequence[tuple[int, int, LogitChange]]) -> N
         padding = [(0, _CHANGED - len(part)), (0, 0)]  # repeats the last change
         places = np.pad(np.array([pair[:2] for pair in part], np.int64), padding, "edge")
         numbers = np.pad(np.array([pair[2] for pair in part], np.float32), padding, "edge")
-        where = torch.from_numpy(places).to(logits.device)
-        amounts = torch.from_numpy(numbers).to(logits.device)
+        where = send(torch.from_numpy(places), logits.device)
+        amounts = send(torch.from_numpy(numbers), logits.device)
         divisors, addends = amounts.unbind(dim=1)
         rows, tokens = where.unbind(dim=1)
         values = logits[rows, tokens]
@@ -95,19 +98,27 @@ def mask(logits: Tensor, octets: bytes) -> None:
 
     `octets` has a bit for each token of each row, lowest bit first: 1 allows the token.
     """
-    # The octet 0b00000101 and 1, 2, 4, …, 128 give 1, 0, 4, 0, …: tokens 0 and 2 are allowed.
+    # The octet 0b00000101, shifted right by 0, 1, 2, …, has the last bits 1, 0, 1, 0, …: tokens 0
+    # and 2 are allowed.
     rows, vocabulary = logits.shape
-    packed = torch.frombuffer(bytearray(octets), dtype=torch.uint8).to(logits.device)
-    bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=logits.device)
-    is_banned = (packed.view(rows, -1, 1) & bits).flatten(1)[:, :vocabulary] == 0
+    packed = send(torch.frombuffer(bytearray(octets), dtype=torch.uint8), logits.device)
+    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    bits = (packed.view(rows, -1, 1) >> shifts).bitwise_and_(1)
+    is_banned = bits.flatten(1)[:, :vocabulary] == 0
     logits.masked_fill_(is_banned, -torch.inf)
 
 
-def log_probabilities(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probabilities of the given tokens, and of the likeliest tokens, with their ids."""
+def with_log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return [rows, 2 + 2k] with a row for each token, as float64, to be copied to the host at once.
+
+    A row has the token, its log-probability, the log-probabilities of the k likeliest tokens (at
+    most `MOST_LOGPROBS`), and those tokens.
+    """
     logprobs = torch.log_softmax(logits, dim=-1)
     best = logprobs.topk(min(MOST_LOGPROBS, logits.shape[-1]), dim=-1)
-    return logprobs.gather(-1, tokens[:, None]), best.values, best.indices
+    column = tokens[:, None]
+    parts = column, logprobs.gather(-1, column), best.values, best.indices
+    return torch.cat([part.double() for part in parts], dim=1)
 
 
 def draw_in_every_way(logits: Tensor) -> None:
@@ -123,9 +134,9 @@ def draw_in_every_way(logits: Tensor) -> None:
             change(changed, [(0, 0, LogitChange())])
             mask(changed, b"\xff" * len(raw) * -(-raw.shape[-1] // 8))
         tokens = changed.argmax(dim=-1)
-        log_probabilities(raw, tokens)
-        is_drawn = torch.ones(len(raw), dtype=torch.bool, device=raw.device)
-        columns = [torch.ones(len(raw), 1, device=raw.device) for _ in range(5)]
-        tokens = torch.where(is_drawn, draw(changed, *columns), tokens)
-        log_probabilities(raw, tokens)
+        with_log_probabilities(raw, tokens)
+        columns = torch.ones(6, len(raw), 1, device=raw.device)
+        is_drawn = columns[-1, :, 0] > 0
+        tokens = torch.where(is_drawn, draw(changed, *columns[:-1]), tokens)
+        with_log_probabilities(raw, tokens)
         del changed, columns, is_drawn

@@ -408,13 +408,15 @@ def find_step_routes(model: PreTrainedModel, placement: Placement) -> Routes:
     def run(tokens: int, rows: int, copied: Any, device: torch.device) -> None:
         sizes = [tokens - rows + 1, *[1] * (rows - 1)]
         chunks = [Chunk(number, [0] * size, 0, [number], ()) for number, size in enumerate(sizes)]
-        paged = PagedModel(copied, _STEP_CAPACITY, device)
-        step = paged.step(chunks)
+        paged = PagedModel(copied, _STEP_CAPACITY, device, is_known=True)
         with torch.no_grad():
-            paged.call(step, device)()
-        paged.refuse_other_windows(step)
+            paged.call(paged.step(chunks), device)()
+
+    def start(copied: Any, device: torch.device) -> None:
+        PagedModel(copied, _STEP_CAPACITY, device).start()
 
     with reading_pages(model):
+        find_route(model, placement, start)
         return Routes(
             {sizes: find_route(model, placement, partial(run, *sizes)) for sizes in _STEP_SIZES}
         )

@@ -91,7 +91,7 @@ class _ServingTracer(Tracer):
             step_tokens=128,
             is_int8=self.spec.conditions.cache == "paged-int8",
         )
-        return PagedModel(self.model, capacity, self.device)
+        return PagedModel(self.model, capacity, self.device, is_spread=True)
 
     def _record(self, number: int, size: StepSize) -> tuple[RecordedStep, RecordedStep]:
         """Record the first step over the cache of a run, and a later step of this size."""

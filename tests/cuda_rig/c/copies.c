@@ -16,7 +16,10 @@ copy(void *to, const void *from, size_t size)
         return cudaSuccess;
     }
     rig_tick();
-    rig_log("copy %d to %d, %zu bytes", source, target, size);
+    if (rig_is_logging()) {
+        int is_pageable = (source < 0 && !rig_is_pinned(from)) || (target < 0 && !rig_is_pinned(to));
+        rig_log("copy %d to %d, %zu bytes%s", source, target, size, is_pageable ? ", pageable" : "");
+    }
     if ((target >= 0 && rig_is_lost(rig_visible(target))) ||
         (source >= 0 && rig_is_lost(rig_visible(source))))
         return rig_fail(cudaErrorUnknown);
@@ -56,6 +59,7 @@ EXPORT cudaError_t
 cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind)
 {
     cudaError_t error = copy(to, from, size);
+    rig_log("wait for a copy");
     rig_finish();
     return error;
 }

@@ -122,6 +122,7 @@ EXPORT cudaError_t
 cudaStreamSynchronize(cudaStream_t)
 {
     rig_here();
+    rig_log("wait for a stream");
     rig_finish();
     return cudaSuccess;
 }
@@ -130,6 +131,7 @@ EXPORT cudaError_t
 cudaDeviceSynchronize(void)
 {
     rig_here();
+    rig_log("wait for a device");
     rig_finish();
     return cudaSuccess;
 }
@@ -229,6 +231,7 @@ cudaEventQuery(cudaEvent_t event)
 EXPORT cudaError_t
 cudaEventSynchronize(cudaEvent_t event)
 {
+    rig_log("wait for an event");
     finish_until(((const Event *)event)->tick);
     return cudaSuccess;
 }

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .paged_model import PagedStep, QueryTile, SequenceGroup
 
 NAME = "duoka_paged"
+NAME_WITHOUT_MASKS = "duoka_paged_without_masks"
 # The number of scores that are materialised at a time. It is the same in every step, so that the
 # forecast knows the memory, and suffices for all queries of a tile at traced context lengths.
 # Scores take 64 MiB in float32, and the attention weights 32 MiB in 16 bit.
@@ -118,11 +119,17 @@ class PagedCache:
         One page more is allocated: the scratch page, to which padding is written.
     windows : collection of int
         The sliding windows of the layers, in tokens; 0 for full attention.
+
+    Attributes
+    ----------
+    layer_windows : dict
+        The window of each layer, once all are known.
     """
 
     def __init__(self, capacity: Capacity, windows: Collection[int] = (0,)) -> None:
         self.capacity = capacity
         self.windows = tuple(sorted(windows))
+        self.layer_windows: dict[int, int] = {}
         self._layers: dict[int, tuple[Pages, Pages]] = {}
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Pages, Pages]:
@@ -218,7 +225,7 @@ def attend(
     _refuse_unknown(module, options)
     # Some models pass their window only through the mask: see `_make_window_mask`.
     window = sliding_window or 0 if attention_mask is None else attention_mask.shape[0]
-    step.enter(module.layer_idx, window)
+    window = step.enter(module.layer_idx, window)
     keys, values = step.cache.layer(module.layer_idx, key, value)
     slots, positions, numbers = (step_table[part] for part in step.parts(window))
     for cached, new in ((keys, key), (values, value)):
@@ -431,6 +438,10 @@ def _is_causal(mask: Any) -> bool:
 
 
 def register() -> None:
-    """Register this attention and its masks with transformers under `NAME`."""
+    """Register this attention with transformers under both names, with masks under `NAME`.
+
+    transformers makes no masks for an attention without registered ones.
+    """
     AttentionInterface.register(NAME, attend)
+    AttentionInterface.register(NAME_WITHOUT_MASKS, attend)
     AttentionMaskInterface.register(NAME, _make_window_mask)

@@ -1,12 +1,15 @@
 """Steps of many sequences over a paged cache: one call of a model for all their chunks.
 
 All tokens of a step are one packed row, [1, tokens]. Prefill chunks come first, then the sequences
-with one new token each, by length. The metadata for attention is in two places:
+with one new token each, by length. A step is described in two places:
 
-- on the device a table of numbers, passed to every layer as an argument. For each token the table
-  has the slot of the cache to write keys and values to (the slot mapping), and for each group of
-  sequences the pages to gather (their block tables, one after another);
+- on the device a table of numbers, which one asynchronous copy from pinned memory fills. It has the
+  tokens and their positions, the slot of the cache to write each token's keys and values to (the
+  slot mapping), and for each group of sequences the pages to gather (their block tables, one after
+  another). Every layer gets the table as an argument;
 - on the host the plan of the attention calls: groups of sequences, cut into tiles of queries.
+
+The host never reads from the device during a step; only the sampled tokens are copied back.
 
 Every size is one of a finite set (`forecast.serving`), padding included, so that all steps of one
 size take the same memory. An example, with pages of 16 tokens:
@@ -38,7 +41,7 @@ from duoka.errors import ModelError
 from duoka.forecast.serving import FIRST, PIECE_ROWS, Capacity, StepSize, WarmUp, padded, power
 from duoka.models.kv_cache import new_cache
 
-from ..devices import peak_bytes
+from ..devices import peak_bytes, pinned
 from ..draw import draw_in_every_way
 from ..lost_gpu import find_lost_gpu
 from . import paged_attention
@@ -120,24 +123,31 @@ class PagedStep:
         }
         return step
 
-    def enter(self, layer: int, window: int) -> None:
-        """Note a layer's call; raise ModelError for a second call, or for an unknown window."""
+    def enter(self, layer: int, window: int) -> int:
+        """Note a layer's call, and return its window; `window` is that of its arguments.
+
+        Raise ModelError for a second call, or for an unknown window.
+        """
         if layer in self.windows:
             raise ModelError(f"layer {layer} calls attention more than once")
+        window = self.cache.layer_windows.get(layer, window)
         if window not in self.cache.windows:
             raise ModelError(f"layer {layer} has a sliding window that its attention ignores")
         self.windows[layer] = window
+        return window
 
     def groups(self, window: int) -> list[SequenceGroup]:
         """Return the groups for layers with a sliding window of `window` tokens (0: no window)."""
         return self._groups[window]
 
-    # The table of t tokens, for the windows 0 and w. As one tensor it needs a single copy from the
-    # host, and one more for each further device of a dispatched model.
+    # The table of t tokens and l rows of logits, for the windows 0 and w. As one tensor it needs a
+    # single copy from the host, and one more for each further device of a dispatched model.
     #
-    #     0, 1, … gathered_tokens - 1 │ slots │ positions │ pages          │ positions │ pages
-    #     key positions               │ [t]   │ [t]       │ [page_numbers] │ [t]       │ …
-    #                                 │ all   │ window 0                   │ window w
+    #     0, 1, … gathered_tokens - 1 │ slots │ positions │ pages          │ positions │ … │ inputs
+    #     key positions               │ [t]   │ [t]       │ [page_numbers] │ [t]       │ … │
+    #                                 │ all   │ window 0                   │ window w      │
+    #
+    # The inputs are the tokens [t], their positions [t], and the rows of logits [l].
     def parts(self, window: int) -> tuple[slice, slice, slice]:
         """Return slices of the table: slot mapping, positions in gathered keys, pages to gather."""
         capacity, number = self.cache.capacity, self.num_tokens
@@ -152,29 +162,34 @@ class PagedStep:
         )
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
-        """Make the arguments of the model's `forward`, except `logits_to_keep`."""
-        tokens = np.zeros((2, self.num_tokens), np.int64)
-        used = len(self._chunk_of)
-        tokens[0, :used] = [token for chunk in self.chunks for token in chunk.tokens]
-        starts = np.array([chunk.start for chunk in self.chunks])
-        positions = np.arange(used) - self.offsets[self._chunk_of] + starts[self._chunk_of]
-        tokens[1, :used] = positions
-        on_device = torch.from_numpy(tokens).to(device)
+        """Make the arguments of the model's `forward`; `logits_to_keep` is `last_rows`, [rows].
+
+        The host doesn't wait for the device.
+        """
+        number, gathered = self.num_tokens, self.cache.capacity.gathered_tokens
+        filled = pinned(torch.from_numpy(np.concatenate([*self._table_parts()])), device)
+        table = torch.empty(gathered + len(filled), dtype=torch.long, device=device)
+        torch.arange(gathered, out=table[:gathered])
+        table[gathered:].copy_(filled, non_blocking=True)
+        inputs = table[len(table) - 2 * number - len(self.last_rows) :]
         return {
-            "input_ids": on_device[:1],
-            "position_ids": on_device[1:],
+            "input_ids": inputs[None, :number],
+            "position_ids": inputs[None, number : 2 * number],
+            "logits_to_keep": inputs[2 * number :],
             "use_cache": False,
             "step": self,
-            "step_table": self._make_table(positions, device),
+            "step_table": table,
         }
 
-    def _make_table(self, positions: NDArray[np.int64], device: torch.device) -> Tensor:
-        """Make the table for attention: positions of gathered keys from 0 on, then the `parts`.
+    def _table_parts(self) -> Iterator[NDArray[np.int64]]:
+        """Yield the parts of the table behind the key positions; unused entries are padding.
 
-        The table's size depends on the number of tokens alone; unused entries are padding.
+        Their sizes depend on the numbers of tokens and of rows alone.
         """
         cache, number = self.cache, self.num_tokens
-        size, gathered = cache.capacity.page_tokens, cache.capacity.gathered_tokens
+        size, used = cache.capacity.page_tokens, len(self._chunk_of)
+        starts = np.array([chunk.start for chunk in self.chunks])
+        positions = np.arange(used) - self.offsets[self._chunk_of] + starts[self._chunk_of]
         # A chunk from position 35 on, with pages of 16 and the block table [7, 2, 9]: `first` is 2,
         # `pages` is [9], and the slots are 9 * 16 + 3, 9 * 16 + 4, …
         slots = np.full(number, cache.scratch_page * size)
@@ -185,23 +200,18 @@ class PagedStep:
             slots[tokens] = (
                 pages[positions[tokens] // size - first] * size + positions[tokens] % size
             )
-        parts = [slots]
+        yield slots
         # Pages before the window of a chunk's first token aren't gathered. Window 6, pages of 4,
         # positions 10 … 12: token 10 attends to 5 … 10, so page 0 is left out, and the positions,
         # counted from the first gathered key, are 6 … 8.
         for window in cache.windows:
             numbers = cache.capacity.page_numbers
             firsts = np.array([_first_page(chunk, window, size) for chunk in self.chunks])
-            relative = np.zeros(number, np.int64)
-            relative[: len(positions)] = positions - firsts[self._chunk_of] * size
-            pages = self._form_groups(window, firsts)
-            assert len(pages) <= numbers, "page numbers are bounded"
-            parts += [relative, np.pad(pages, (0, numbers - len(pages)))]
-        filled = torch.from_numpy(np.concatenate(parts))
-        table = torch.empty(gathered + len(filled), dtype=torch.long, device=device)
-        torch.arange(gathered, out=table[:gathered])
-        table[gathered:].copy_(filled)
-        return table
+            yield _padded(positions - firsts[self._chunk_of] * size, number)
+            yield _padded(self._form_groups(window, firsts), numbers)
+        yield _padded([token for chunk in self.chunks for token in chunk.tokens], number)
+        yield _padded(positions, number)
+        yield _padded(self.last_rows, len(self.last_rows))
 
     def _form_groups(self, window: int, firsts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Form the groups for a window; return the block tables of all groups, concatenated."""
@@ -285,18 +295,35 @@ class PagedModel:
     device : torch.device, optional
         The device on which inputs are made: that of the model's first module, by default the
         model's own.
+    is_known : bool
+        True if `start` has succeeded for the same model elsewhere.
+    is_spread : bool, optional
+        True if the model's blocks may be on several devices; by default, if its parameters are.
     """
 
     def __init__(
-        self, model: PreTrainedModel, capacity: Capacity, device: torch.device | None = None
+        self,
+        model: PreTrainedModel,
+        capacity: Capacity,
+        device: torch.device | None = None,
+        *,
+        is_known: bool = False,
+        is_spread: bool | None = None,
     ) -> None:
         self.model: Any = model
         self.device: torch.device = model.device if device is None else device
         self._attention_before = model.config._attn_implementation
-        paged_attention.register()
-        self.model.set_attn_implementation(paged_attention.NAME)
-        self.cache = PagedCache(capacity, {0, *_windows_of(model)})
+        windows = _windows_of(model)
+        self.cache = PagedCache(capacity, {0, *windows})
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        if is_spread is None:
+            devices = {parameter.device for parameter in model.parameters()}
+            is_spread = len(devices - {torch.device("meta")}) > 1
+        self._is_spread = is_spread
+        paged_attention.register()
+        model.set_attn_implementation(paged_attention.NAME)
+        if is_known:
+            self._omit_masks(dict(enumerate(windows)))
 
     def close(self) -> None:
         """Restore the model's own attention, and free the cache."""
@@ -314,8 +341,19 @@ class PagedModel:
         """
         step = self.step(size=FIRST)
         logits = self.call(step, self.device)()
-        self.refuse_other_windows(step)
+        for number, window in enumerate(_windows_of(self.model)):
+            if step.windows.get(number, window) != window:
+                raise ModelError(f"layer {number} has a sliding window that its attention ignores")
+        self._omit_masks(step.windows)
         draw_in_every_way(logits)
+
+    # The first step lets transformers make its masks, to learn that they are causal, and the window
+    # of each layer. Making masks takes some launches, a copy to each device, and a read of the
+    # positions on the device, for which the host waits; later steps go without.
+    def _omit_masks(self, windows: dict[int, int]) -> None:
+        """Let transformers make no masks from now on; `windows` are the windows of the layers."""
+        self.cache.layer_windows = windows
+        self.model.set_attn_implementation(paged_attention.NAME_WITHOUT_MASKS)
 
     def warm_up(self, warm_up: WarmUp = "every") -> None:
         """Run a first step and steps of other sizes, so that out-of-memory errors come now."""
@@ -344,8 +382,10 @@ class PagedModel:
         The function returns the logits of `step.last_rows`, [rows, vocabulary]: of the chunks with
         a `row`, in the caller's order, then padding.
         """
-        # `rows` is a list: movers would bring a tensor to the device of the first block.
-        rows, inputs = step.last_rows, step.inputs(device)
+        inputs = step.inputs(device)
+        rows = inputs.pop("logits_to_keep")
+        if self._is_spread:  # the hidden states needn't be on the device of the inputs
+            rows = step.last_rows
         if self._takes_rows:
             inputs["logits_to_keep"] = rows
 
@@ -354,12 +394,6 @@ class PagedModel:
             return logits[0] if self._takes_rows else logits[0, rows]
 
         return run
-
-    def refuse_other_windows(self, step: PagedStep) -> None:
-        """Raise ModelError if a layer's own cache has another window than its attention calls."""
-        for number, window in enumerate(_windows_of(self.model)):
-            if step.windows.get(number, window) != window:
-                raise ModelError(f"layer {number} has a sliding window that its attention ignores")
 
     def _reserved_bytes(self) -> int:
         """Return the sum of the peak reserved bytes of the model's devices."""
@@ -397,6 +431,13 @@ def reads_pages(model: PreTrainedModel) -> bool:
         and not getattr(config, "num_kv_shared_layers", 0)
         and set(getattr(config, "layer_types", None) or ()) <= _SERVED
     )
+
+
+def _padded(numbers: Sequence[int] | NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """Return numbers as an array of a given size, padded with zeros."""
+    array = np.zeros(size, np.int64)
+    array[: len(numbers)] = numbers  # fails if there are more
+    return array
 
 
 def _sort_key(chunk: Chunk) -> tuple[bool, int]:
