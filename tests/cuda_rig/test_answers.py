@@ -73,6 +73,26 @@ def test_a_batch_and_a_conversation(chatglm: Path) -> None:
         assert said(chatglm, "2x64MiB") == expected
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_many_requests_over_pages(dtype: Any, chatglm: Path) -> None:
+    """In bfloat16 FlashAttention reads the pages in place."""
+    work = Workload(
+        cache="paged", batch=4, prompt_tokens=400, new_tokens=112, prefill_chunk_tokens=96,
+        dtype=dtype, pages=40,
+    )  # fmt: skip
+    prompts = [[(7 * length + at) % 60 for at in range(length)] for length in (3, 40, 290, 300)]
+
+    def answer(fleet: str) -> list[list[int]]:
+        plan = duoka.plan(chatglm, fleet, work)
+        with Engine(plan) as engine:
+            answers = engine.generate(prompts, SHORT)
+        return [[choice.token for choice in each.tokens] for each in answers]
+
+    expected = answer("virtual:64MiB")
+    with values(most=None):
+        assert answer("64MiB") == expected
+
+
 def test_commands_detect_plan_load_and_answer(
     chatglm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

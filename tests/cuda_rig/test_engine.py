@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,18 @@ def _engine_computes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.cuda_rig(gpus="1GiB")
-def test_a_thread_warms_up_and_takes_what_is_forecast(tmp_path: Path) -> None:
-    """One workspace of cuBLAS, which each thread that computes has of its own."""
-    model = tuning.write_model("llama", tmp_path / "model")
-    plan = duoka.plan(model, "1GiB", WORK)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "tied"])
+def test_a_thread_warms_up_and_takes_what_is_forecast(
+    family: str, dtype: Any, tmp_path: Path
+) -> None:
+    """One workspace of cuBLAS, which each thread that computes has of its own.
+
+    In bfloat16 FlashAttention reads the pages by block tables.
+    """
+    model = tuning.write_model(family, tmp_path / "model")
+    plan = duoka.plan(model, "1GiB", replace(WORK, dtype=dtype))
+    assert plan.workload.page_tokens == (16 if dtype == "float32" else 256)
     with Engine(plan) as engine:
         for temperature in (0.0, 1.0):
             params = SamplingParams(max_new_tokens=6, temperature=temperature, logprobs=2)

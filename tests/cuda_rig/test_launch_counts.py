@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import tuning
 from cuda_rig.values import values
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 import duoka
 from duoka.engine.executor import InlineExecutor, outcomes_of
@@ -19,6 +21,7 @@ from duoka.engine.request import SamplingParams
 from duoka.engine.sampler import SamplingRow
 from duoka.forecast.serving import Capacity
 from duoka.runtime.call.chunk import Chunk
+from duoka.runtime.call.paged_model import PagedModel
 
 WORK = duoka.Workload(
     cache="paged", batch=3, prompt_tokens=100, new_tokens=28, dtype="float32",
@@ -78,3 +81,39 @@ def test_the_host_waits_once_per_step(tmp_path: Path, row: SamplingRow) -> None:
     """For the tokens; everything else goes to the GPU from pinned memory, without waiting."""
     for step in count_steps(tmp_path, "llama", "1GiB", row):
         assert (step["wait"], step["pageable"]) == (1, 0), step
+
+
+@pytest.mark.cuda_rig(gpus="24GiB", log=LOG)
+@pytest.mark.parametrize("context", [512, 8192])
+@pytest.mark.parametrize("batch", [1, 16])
+def test_block_tables_launch_as_much_as_a_plain_forward(batch: int, context: int) -> None:
+    """With FlashAttention, a decode step launches the same at any context."""
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=512, num_hidden_layers=16, num_attention_heads=8,
+        num_key_value_heads=4, vocab_size=512, max_position_embeddings=2**14, dtype="bfloat16",
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).to("cuda:0")
+
+    def count(run: Callable[[], object]) -> int:
+        done = LOG.stat().st_size
+        run()
+        return sum(line.startswith("launch") for line in LOG.read_text()[done:].splitlines())
+
+    with torch.no_grad(), values():
+        cache = DynamicCache(config=config)
+        tokens = torch.zeros(batch, 1, dtype=torch.long, device="cuda:0")
+        model(tokens, past_key_values=cache)
+        mask = torch.ones(batch, 2, dtype=torch.long, device="cuda:0")  # as `generate` makes it
+        plain = count(lambda: model(tokens, past_key_values=cache, attention_mask=mask))
+        paged = PagedModel(
+            model,
+            Capacity(
+                sequences=batch, context_tokens=context, pages=batch * context // 256,
+                page_tokens=256, step_tokens=512,
+            ),
+        )  # fmt: skip
+        paged.start()
+        pages = list(range(context // 256))
+        chunks = [Chunk(number, [1], context - 1 - number, pages, ROW) for number in range(batch)]
+        assert count(lambda: paged.run(chunks)) <= 1.05 * plain
+    LOG.unlink()

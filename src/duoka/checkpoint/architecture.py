@@ -17,6 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from duoka.errors import ModelError
 
 CHATGLM = "chatglm"
@@ -44,6 +46,13 @@ _FIXED = {
 }
 _MODEL_TYPE = re.compile(r"[\w.+-]{1,100}", re.ASCII)
 _NAMED_TYPE = re.compile(r'[("]([a-z][\w.+-]*)"', re.ASCII)
+# Attention that FlashAttention doesn't have: soft caps, sinks, and values with a head size of their
+# own.
+_UNLIKE_FLASH = re.compile(
+    r'"(attn_logit_softcapping": [\d.]|(kv_lora_rank|v_head_dim)": \d|model_type": "gpt_oss")'
+)
+_MOST_HEAD_DIM, _HEAD_DIM_MULTIPLE = 256, 8
+_FIRST_TORCH = Version("2.13")  # the first one whose `varlen_attn` has all that the engine needs
 _OF_IMAGES = re.compile(r'(vision|image|visual|pixel|patch)[^"]*":')
 
 
@@ -66,6 +75,26 @@ def refuse_images(config: Mapping[str, Any]) -> None:
             "has no vision configuration",
             hint="omit the images, or use a vision-language model",
         )
+
+
+def reads_block_tables(config: Mapping[str, Any]) -> bool:
+    """Return True if FlashAttention can read the KV cache of a model in place, by block tables."""
+    text = config.get("text_config")
+    sizes = {**config, **text} if isinstance(text, Mapping) else dict(config)
+
+    def find(*names: str) -> int:
+        values = (sizes.get(name) for name in names)
+        return next((value for value in values if isinstance(value, int)), 0)
+
+    heads = find("num_attention_heads", "n_head", "n_heads")
+    head_dim = find("head_dim", "kv_channels")
+    head_dim = head_dim or find("hidden_size", "n_embd", "d_model") // (heads or 1)
+    return (
+        Version(version("torch")) >= _FIRST_TORCH
+        and 0 < head_dim <= _MOST_HEAD_DIM
+        and not head_dim % _HEAD_DIM_MULTIPLE
+        and not _UNLIKE_FLASH.search(json.dumps(config))
+    )
 
 
 def model_type_of(config: Mapping[str, Any]) -> str:

@@ -7,7 +7,8 @@ import os
 from duoka.api.load import OpenedModel, Progress, load_proved, prove_here, read_adapter_for
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import DuokaError, UsageError
-from duoka.forecast.serving import PAGE_TOKENS, Capacity, WarmUp
+from duoka.forecast.serving import Capacity, WarmUp
+from duoka.forecast.workload import PAGE_TOKENS
 from duoka.models.lora import native_form
 from duoka.planner.plan import Plan
 from duoka.runtime import devices

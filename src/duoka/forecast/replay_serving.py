@@ -54,7 +54,7 @@ class ServingReplay(Replay):
     ) -> ForecastStep:
         """Return a step of this size; by default with the most gathered tokens (for memory)."""
         phase: Phase = "start" if is_first else "serve"
-        gathered = self.capacity.gathered_tokens if gathered is None else gathered
+        gathered = self.capacity.attended_tokens if gathered is None else gathered
         values = serving_monomials(
             size,
             gathered=gathered,

@@ -1,8 +1,9 @@
 """Serving: the steps over a paged cache, as a finite set of sizes.
 
 Requests arrive and finish in any order, but every step is padded to one of these sizes, and its
-memory depends on the size alone. The attention workspace has the same size in every step: that of
-the most keys gathered at once. So two steps of one size allocate the same, for any requests.
+memory depends on the size alone. Attention that reads pages in place, by block tables, has no
+workspace; that of attention over gathered keys has the same size in every step, the one of the most
+keys gathered at once. So two steps of one size allocate the same, for any requests.
 
 A step frees all that it allocates. Between steps the allocator holds only the weights and pages, at
 fixed addresses, and its segments; so the set of segments is all that a step can change. Once no
@@ -19,9 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .workload import Workload
+from .workload import BLOCK_TABLE_PAGE_TOKENS, Workload
 
-PAGE_TOKENS = 16
 PIECE_ROWS = 256
 """The most queries of one piece of attention (one kernel call)."""
 _GATHERED_TOKENS = 8192
@@ -36,7 +36,8 @@ class StepSize:
     tokens : int
         Tokens of all sequences together, padding included.
     rows : int
-        Queries in each piece of attention, at most `PIECE_ROWS`.
+        Queries in each piece of attention, at most `PIECE_ROWS`; 1 with block tables, where no
+        memory depends on it.
     logits : int
         Tokens for which logits are computed.
     """
@@ -90,7 +91,7 @@ class Capacity:
             sequences=workload.batch,
             context_tokens=workload.context_tokens,
             pages=workload.pages or least_pages(workload),
-            page_tokens=PAGE_TOKENS,
+            page_tokens=workload.page_tokens,
             step_tokens=max(chunk or workload.prompt_tokens, workload.batch),
             is_int8=workload.has_int8_cache,
         )
@@ -101,8 +102,15 @@ class Capacity:
         return padded(-(-self.context_tokens // self.page_tokens))
 
     @property
+    def has_block_tables(self) -> bool:
+        """True if attention reads the pages in place (FlashAttention with block tables)."""
+        return self.page_tokens == BLOCK_TABLE_PAGE_TOKENS
+
+    @property
     def gathered_pages(self) -> int:
         """The most pages gathered at once, from one sequence or several."""
+        if self.has_block_tables:
+            return 0
         several = min(self.sequences * self.context_pages, _GATHERED_TOKENS // self.page_tokens)
         return max(self.context_pages, several)
 
@@ -112,13 +120,21 @@ class Capacity:
         return self.gathered_pages * self.page_tokens
 
     @property
+    def attended_tokens(self) -> int:
+        """The most keys of one piece of attention, padding included."""
+        pages = self.context_pages if self.has_block_tables else self.gathered_pages
+        return pages * self.page_tokens
+
+    @property
     def page_numbers(self) -> int:
         """The most block table entries of a step, for all layers with the same attention window.
 
         Up to a fifth of the sequences computed together may be padding. The padding of each to the
-        longest sequence is included in `context_pages`.
+        longest sequence is included in `context_pages`. Block tables that attention reads have
+        entries of half the size, and the numbers of queries and keys of each sequence beside them.
         """
-        return (-(-5 * self.sequences // 4) + 1) * self.context_pages
+        counts = self.sequences + 2 if self.has_block_tables else 0
+        return (-(-5 * self.sequences // 4) + 1) * self.context_pages + counts
 
     def padded_pages(self, number: int) -> int:
         """Return the pages to gather for a sequence of `number` pages, padding included."""
@@ -144,7 +160,8 @@ class Capacity:
         # Pairing the n-th largest rows with the n-th largest logits covers all values of both.
         sizes = []
         for tokens in reversed(_sort_distinct(map(self.tokens, range(1, self.step_tokens + 1)))):
-            rows = _sort_distinct(power(number) for number in range(1, min(tokens, PIECE_ROWS) + 1))
+            most_rows = 1 if self.has_block_tables else min(tokens, PIECE_ROWS)
+            rows = _sort_distinct(power(number) for number in range(1, most_rows + 1))
             most = min(self.sequences, tokens)
             logits = _sort_distinct(map(self.logits, range(1, most + 1)))
             for number in range(max(len(rows), len(logits))):
@@ -177,7 +194,7 @@ class Capacity:
 
 def least_pages(workload: Workload) -> int:
     """Return the number of pages that a request of the full context needs."""
-    return -(-workload.context_tokens // PAGE_TOKENS)
+    return -(-workload.context_tokens // workload.page_tokens)
 
 
 def padded(number: int) -> int:

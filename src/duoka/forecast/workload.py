@@ -43,6 +43,10 @@ _DTYPE_WORDS = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16":
 _QUANTIZATION_WORDS = {"8bit": "int8", "4bit": "nf4"}
 
 # Far larger than any real workload; beyond these, bytes might not fit 64-bit integers.
+PAGE_TOKENS = 16
+BLOCK_TABLE_PAGE_TOKENS = 256
+"""The page sizes in tokens: for attention over gathered keys, and for FlashAttention, whose block
+tables need pages of a multiple of 256 tokens."""
 MOST_BATCH = 2**16
 MOST_TOKENS = 2**24
 MOST_BATCH_TOKENS = 2**30
@@ -139,6 +143,7 @@ class Conditions:
     image_chunk_tokens: int | None = None
     logits: Logits = "last"
     before_ampere: bool = False
+    has_block_tables: bool = False
     training: Training | None = None
 
     @property
@@ -190,6 +195,9 @@ class Workload:
         score a text.
     pages : int, optional
         Pages of a paged cache; by default as many as fit.
+    page_tokens : {16, 256}
+        Tokens of a page; planning sets it. FlashAttention reads pages of 256 tokens in place, and
+        any other attention gathers the pages first.
     gpu_generation : GpuGeneration
         Generation of the GPUs; planning sets it to that of the fleet.
     training : Training, optional
@@ -218,6 +226,7 @@ class Workload:
     vision_batch: int | None | Literal["auto"] = "auto"
     logits: Logits = "last"
     pages: int | None = None
+    page_tokens: int = PAGE_TOKENS
     gpu_generation: GpuGeneration = field(default_factory=GpuGeneration)
     training: Training | None = None
 
@@ -251,6 +260,8 @@ class Workload:
                 f"images is {self.images}, which the paged KV cache doesn't support",
                 hint="plan for a fixed batch: omit --serve",
             )
+        if self.page_tokens not in (PAGE_TOKENS, BLOCK_TABLE_PAGE_TOKENS):
+            raise UsageError(f"page_tokens is {self.page_tokens!r}", hint="omit it")
         if self.pages is None:
             return
         _check_whole(self, "pages", 1)
@@ -370,6 +381,7 @@ class Workload:
             image_chunk_tokens=_read_number(self.prefill_chunk_tokens) if self.images else None,
             logits=self.logits,
             before_ampere=self.gpu_generation.before_ampere,
+            has_block_tables=self.page_tokens == BLOCK_TABLE_PAGE_TOKENS,
             training=training,
         )
 

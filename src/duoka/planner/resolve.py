@@ -10,12 +10,22 @@ from functools import cache
 
 from duoka.base.progress import say
 from duoka.checkpoint.adapters import native_targets
-from duoka.checkpoint.architecture import refuse_images, refuse_unbuildable
+from duoka.checkpoint.architecture import (
+    reads_block_tables,
+    refuse_images,
+    refuse_unbuildable,
+)
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import InfeasibleError, ModelError, UsageError, WayOut
 from duoka.forecast.profile import Profile
-from duoka.forecast.workload import Training, Workload, with_quantization
+from duoka.forecast.workload import (
+    BLOCK_TABLE_PAGE_TOKENS,
+    PAGE_TOKENS,
+    Training,
+    Workload,
+    with_quantization,
+)
 
 from .plan import Plan
 from .planner import check_context
@@ -196,7 +206,16 @@ def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
     workload = whole_prompt(
         workload, is_encoder=is_encoder, is_own_code=checkpoint.builds_own_model
     )
-    return workload.resolved(dtype=checkpoint.default_dtype or "float32")
+    workload = workload.resolved(dtype=checkpoint.default_dtype or "float32")
+    generation = workload.gpu_generation
+    has_tables = (
+        workload.cache == "paged"
+        and workload.dtype != "float32"
+        and generation.workspace_bytes > 0  # there are GPUs
+        and not generation.before_ampere
+        and reads_block_tables(checkpoint.config)
+    )
+    return replace(workload, page_tokens=BLOCK_TABLE_PAGE_TOKENS if has_tables else PAGE_TOKENS)
 
 
 def learning(workload: Workload, training: Training) -> Workload:

@@ -50,6 +50,9 @@ def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     if func.overloadpacket is _ATEN._weight_int4pack_mm:
         # Activations [tokens, columns] with a packed weight, to [tokens, rows].
         return 2 * int(args[0].numel()) * int(result.shape[1])
+    if func is torch.ops.torch_attn._varlen_attn.default:
+        # Every query counts as attending to the most keys of a sequence.
+        return 4 * int(args[0].numel()) * int(args[6])
     formula = flop_registry.get(func.overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
@@ -93,6 +96,12 @@ def count_bytes(
     packet = func.overloadpacket
     if packet in _GATHERING:
         return _sum_bytes(inputs[1:]) + 2 * _sum_bytes(outputs)
+    if func is torch.ops.torch_attn._varlen_attn.default:
+        # The keys and values of one sequence, the longest possible; queries and results.
+        query, keys, values, *_, tables = inputs
+        heads, head_dim = keys.shape[2:]
+        number = 2 * tables.shape[1] * keys.shape[1] * heads * head_dim
+        return 2 * query.nbytes + number * values.element_size()
     if packet in _SCATTERING:
         return 2 * _sum_bytes(inputs[1:])
     if is_alone and packet in _GROUPED:

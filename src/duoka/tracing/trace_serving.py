@@ -14,6 +14,7 @@ from torch import nn
 from duoka.errors import ModelError
 from duoka.forecast.profile import ENDLESS, Phase, Profile, Regime
 from duoka.forecast.serving import FIRST, Capacity, StepSize, serving_monomials
+from duoka.forecast.workload import BLOCK_TABLE_PAGE_TOKENS, PAGE_TOKENS
 from duoka.runtime.call.paged_model import PagedModel, reads_pages
 from duoka.runtime.draw import draw_in_every_way
 
@@ -83,11 +84,12 @@ class _ServingTracer(Tracer):
     def _stepper(self, number: int) -> PagedModel:
         """Return the model over the cache of a run, by its number in `_CACHES`."""
         sequences, context, pages = _CACHES[number % len(_CACHES)]
+        has_tables = self.spec.conditions.has_block_tables
         capacity = Capacity(
             sequences=sequences,
             context_tokens=context,
             pages=pages,
-            page_tokens=16,
+            page_tokens=BLOCK_TABLE_PAGE_TOKENS if has_tables else PAGE_TOKENS,
             step_tokens=128,
             is_int8=self.spec.conditions.cache == "paged-int8",
         )
@@ -105,11 +107,13 @@ class _ServingTracer(Tracer):
             recorder.forget()
             for phase, now, run in runs:
                 recorded = recorder.record(run)
+                attended = capacity.attended_tokens
                 values = serving_monomials(
                     now,
-                    gathered=capacity.gathered_tokens,
+                    gathered=attended,
                     numbers=capacity.page_numbers,
                     pages=capacity.pages,
+                    pairs=now.tokens * attended if capacity.has_block_tables else None,
                 )
                 samples.append(RecordedStep(phase, 1, now.tokens, 0, recorded, serving=values))
         return samples[0], samples[1]

@@ -302,6 +302,19 @@ def _place_like(
     )
 
 
+def _run_flash_over_pages(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `torch.nn.attention.varlen.varlen_attn`: values, outputs and temporary buffers.
+
+    Only a single pass over the keys is supported (`num_splits=1`).
+    """
+    plain, gpu = op_call.unwrap(func, args, kwargs)
+    out, rows, seed = attention_numbers.attend_over_pages(*plain.args)
+    results = place(out, gpu), place(rows, gpu)
+    # Two states of the kernel's random numbers, freed when the call ends, and one that it returns.
+    *_, state = [place(part, gpu) for part in (*_random_states(out), seed)]
+    return *results, state
+
+
 def _random_states(like: torch.Tensor) -> list[torch.Tensor]:
     """Return the seed and the offset of a kernel's random numbers."""
     return [torch.zeros(shape, dtype=torch.int64, device=like.device) for shape in ((2,), ())]
@@ -320,6 +333,7 @@ def install() -> None:
         name = f"_scaled_dot_product_{kind}_attention"
         handlers[getattr(_aten, name).default] = forward
         handlers[getattr(_aten, f"{name}_backward").default] = backward
+    handlers[torch.ops.torch_attn._varlen_attn.default] = _run_flash_over_pages
     handlers[_aten.scaled_dot_product_attention.default] = below(attend)
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", attend, "AutogradPrivateUse1")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
+from torch.nn.attention import varlen
 
 _aten = torch.ops.aten
 
@@ -68,6 +69,61 @@ def attend(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     if out.shape[3] != head_dim:  # cut off padding; lay out heads of a token side by side
         out = out[..., :head_dim].transpose(1, 2).contiguous().transpose(1, 2)
     return out, rows
+
+
+# PyTorch has kernels of `torch_attn::_varlen_attn` for CUDA alone.
+@varlen._varlen_attn.register_kernel("cpu")
+def attend_over_pages(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: list[int] | None = None,
+    enable_gqa: bool = False,
+    seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute what `torch.nn.attention.varlen.varlen_attn` does over pages, on the CPU.
+
+    Returns the result [tokens, heads, head_dim], whose rows of no sequence are zero; logsumexps
+    without values [heads, tokens]; and the state of random numbers. Only causal attention is
+    supported.
+    """
+    assert seqused_k is not None and block_table is not None, "keys and values are in pages"
+    assert window_size is not None and window_size[1] == 0, "attention is causal"
+    rows = torch.empty(query.shape[1], len(query), device=query.device)
+    result = torch.zeros_like(query), rows, torch.zeros(2, dtype=torch.uint64, device=query.device)
+    if query.is_meta or key.is_meta:
+        return result
+    starts, left = cu_seq_q.tolist(), window_size[0]
+    for index, number in enumerate(seqused_k.tolist()):
+        start, stop = starts[index : index + 2]
+        if start == stop:
+            continue
+        position = torch.arange(number - (stop - start), number)[:, None]
+        is_seen = torch.arange(number) <= position
+        if left >= 0:
+            is_seen &= torch.arange(number) >= position - left
+        pages = block_table[index, : -(-number // key.shape[1])]
+        keys, values = (
+            part[pages].flatten(0, 1)[:number].transpose(0, 1)[None] for part in (key, value)
+        )
+        attended = functional.scaled_dot_product_attention(
+            query[None, start:stop].transpose(1, 2),
+            keys,
+            values,
+            attn_mask=is_seen,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+        result[0][start:stop] = attended[0].transpose(0, 1)
+    return result
 
 
 def differentiate(

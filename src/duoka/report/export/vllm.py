@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 from duoka.base.units import format_bytes
 from duoka.forecast.profile import Profile
-from duoka.forecast.serving import PAGE_TOKENS
 from duoka.forecast.workload import Workload
 from duoka.planner.plan import Plan
 
@@ -108,7 +107,7 @@ def planned_blocks(workload: Workload, block_tokens: int = BLOCK_TOKENS) -> int:
     """
     if workload.cache == "paged":
         assert workload.pages is not None, "a plan's workload is resolved"
-        blocks = -(-workload.pages * PAGE_TOKENS // block_tokens)
+        blocks = -(-workload.pages * workload.page_tokens // block_tokens)
     else:
         blocks = workload.batch * -(-workload.context_tokens // block_tokens)
     return blocks + 1  # vLLM reserves one block that it never assigns

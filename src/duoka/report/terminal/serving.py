@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from rich.text import Text
 
 from duoka.base.units import format_count, format_roughly
-from duoka.forecast.serving import PAGE_TOKENS
 from duoka.forecast.serving_speed import ServingSpeed
 from duoka.planner.plan import Plan
 from duoka.planner.room import room_bytes
@@ -19,8 +18,9 @@ def render_serving(plan: Plan) -> Iterator[Text]:
     """Yield lines on the number of pages, the number of requests, and the throughput."""
     pages = plan.workload.pages
     assert pages is not None, "a plan's workload is resolved"
-    tokens = pages * PAGE_TOKENS
-    yield Text(f"{pages:,} pages of {PAGE_TOKENS} tokens, {tokens:,} in total: {_by_stage(plan)}")
+    size = plan.workload.page_tokens
+    tokens = pages * size
+    yield Text(f"{pages:,} pages of {size} tokens, {tokens:,} in total: {_by_stage(plan)}")
     yield Text(f"at once {_requests_by_length(plan, pages)}")
     yield from (Text(line) for line in _describe_throughput(plan))
 
@@ -43,7 +43,7 @@ def _requests_by_length(plan: Plan, pages: int) -> str:
     lengths = dict.fromkeys(max(workload.context_tokens // part, 1) for part in _LENGTH_DIVISORS)
     parts = []
     for length in lengths:
-        number = pages // -(-length // PAGE_TOKENS)
+        number = pages // -(-length // workload.page_tokens)
         limit = f" (of {number:,} that fit)" if number > workload.batch else ""
         parts.append(
             f"{format_count(min(number, workload.batch), 'request')} of {length:,} tokens{limit}"

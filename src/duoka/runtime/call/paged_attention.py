@@ -4,7 +4,10 @@ The model's own code isn't changed: it calls `attend` through transformers' `Att
 One of the arguments is the step (`paged_model.PagedStep`), which knows the sequence of each token
 and the pages with the sequence's earlier tokens.
 
-Keys and values are gathered, page by page, into a workspace of constant size. 8-bit pages are
+Pages of 256 tokens are read in place by FlashAttention, in one kernel for all sequences of a step,
+by means of block tables: without workspace, mask or padding of keys.
+
+Keys and values in smaller pages are gathered, page by page, into a workspace of constant size. 8-bit pages are
 multiplied by their scales there (rounded as in `models.kv_cache.Int8Layer`). Masks have a workspace
 too, and so have scores where no fused kernel can be used (sinks, soft caps). Only the number of
 tokens and the number of queries in a tile differ from step to step.
@@ -19,15 +22,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from duoka.errors import ModelError
 from duoka.forecast.serving import PIECE_ROWS, Capacity
 from duoka.models.kv_cache import round_to_int8
+from duoka.virtual import attention_numbers  # noqa: F401  (the CPU's kernel of `varlen_attn`)
 
 if TYPE_CHECKING:
-    from .paged_model import PagedStep, QueryTile, SequenceGroup
+    from .paged_model import BlockTables, PagedStep, QueryTile, SequenceGroup
 
 NAME = "duoka_paged"
 NAME_WITHOUT_MASKS = "duoka_paged_without_masks"
@@ -227,6 +232,18 @@ def attend(
     window = sliding_window or 0 if attention_mask is None else attention_mask.shape[0]
     window = step.enter(module.layer_idx, window)
     keys, values = step.cache.layer(module.layer_idx, key, value)
+    if step.cache.capacity.has_block_tables:
+        is_plain = softcap is None and sinks is None and query.shape[-1] == value.shape[-1]
+        if not is_plain:
+            raise ModelError(f"{type(module).__name__} can't read pages by block tables")
+        tables = step.block_tables(step_table)
+        keys.store(tables.slots, key[0].transpose(0, 1))
+        values.store(tables.slots, value[0].transpose(0, 1))
+        attended = _attend_in_place(
+            query[0].transpose(0, 1), keys.states, values.states, tables, step.max_queries,
+            scale=scaling, window=window,
+        )  # fmt: skip
+        return attended[None], None
     slots, positions, numbers = (step_table[part] for part in step.parts(window))
     for cached, new in ((keys, key), (values, value)):
         cached.store(slots, new[0].transpose(0, 1))
@@ -254,6 +271,38 @@ def attend(
                 layer.attend_tile(gathered, group, tile)[tile.inner]
             )
     return output.flatten(1, 2)[None], None
+
+
+def _attend_in_place(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: BlockTables,
+    max_queries: int,
+    *,
+    scale: float | None,
+    window: int,
+) -> Tensor:
+    """Attend by FlashAttention; `query` and the result are [tokens, heads, head_dim]."""
+    # Query i of n of a sequence with m keys attends to keys 0 … m - n + i; with a window of w, to
+    # the last w of these. A single pass over the keys (num_splits=1) gives each sequence the same
+    # result in any company. (More passes are wrong for several sequences in torch 2.13: its
+    # issue 194167.)
+    return varlen_attn(
+        query,
+        keys,
+        values,
+        tables.offsets,
+        tables.offsets,  # not read, since `seqused_k` has the numbers of keys
+        max_queries,
+        tables.tables.shape[1] * keys.shape[1],
+        scale=scale,
+        window_size=(window - 1, 0),  # (-1, 0) without a window
+        enable_gqa=query.shape[1] != keys.shape[2],
+        seqused_k=tables.used,
+        block_table=tables.tables,
+        num_splits=1,
+    )
 
 
 def _refuse_unknown(module: Any, options: dict[str, Any]) -> None:

@@ -81,6 +81,27 @@ class SequenceGroup(NamedTuple):
     tiles: tuple[QueryTile, ...]
 
 
+class BlockTables(NamedTuple):
+    """What FlashAttention needs to read pages in place, on a device.
+
+    Parameters
+    ----------
+    slots : Tensor
+        [tokens]: the slot mapping.
+    offsets : Tensor
+        [sequences + 1], int32: the first row of each sequence, then the end (cu_seqlens).
+    used : Tensor
+        [sequences], int32: the keys of each sequence.
+    tables : Tensor
+        [sequences, context_pages], int32: the pages of each sequence.
+    """
+
+    slots: Tensor
+    offsets: Tensor
+    used: Tensor
+    tables: Tensor
+
+
 class PagedStep:
     """The chunks of a step, arranged for attention.
 
@@ -113,8 +134,14 @@ class PagedStep:
     def of_size(cls, size: StepSize, cache: PagedCache) -> PagedStep:
         """Make a step of a given size that computes padding alone, in a single tile."""
         capacity = cache.capacity
-        pages = [cache.scratch_page] * -(-size.tokens // capacity.page_tokens)
-        step = cls([Chunk(0, [0] * size.tokens, 0, pages, row=())], cache)
+        # With block tables a sequence has at most as many queries as keys.
+        most = capacity.attended_tokens if capacity.has_block_tables else size.tokens
+        chunks = []
+        for start in range(0, size.tokens, most):
+            number = min(most, size.tokens - start)
+            pages = [cache.scratch_page] * -(-number // capacity.page_tokens)
+            chunks.append(Chunk(start, [0] * number, 0, pages, row=()))
+        step = cls(chunks, cache)
         step.last_rows = [0] * size.logits
         gathered = capacity.gathered_pages
         tile = QueryTile(0, size.rows, slice(0, size.rows), 0, gathered)
@@ -147,7 +174,8 @@ class PagedStep:
     #     key positions               │ [t]   │ [t]       │ [page_numbers] │ [t]       │ … │
     #                                 │ all   │ window 0                   │ window w      │
     #
-    # The inputs are the tokens [t], their positions [t], and the rows of logits [l].
+    # The inputs are the tokens [t], their positions [t], and the rows of logits [l]. With block
+    # tables there is no part for a window, but one of [page_numbers] for all layers (`BlockTables`).
     def parts(self, window: int) -> tuple[slice, slice, slice]:
         """Return slices of the table: slot mapping, positions in gathered keys, pages to gather."""
         capacity, number = self.cache.capacity, self.num_tokens
@@ -201,10 +229,12 @@ class PagedStep:
                 pages[positions[tokens] // size - first] * size + positions[tokens] % size
             )
         yield slots
+        if cache.capacity.has_block_tables:
+            yield _padded(self._make_block_tables(), cache.capacity.page_numbers)
         # Pages before the window of a chunk's first token aren't gathered. Window 6, pages of 4,
         # positions 10 … 12: token 10 attends to 5 … 10, so page 0 is left out, and the positions,
         # counted from the first gathered key, are 6 … 8.
-        for window in cache.windows:
+        for window in () if cache.capacity.has_block_tables else cache.windows:
             numbers = cache.capacity.page_numbers
             firsts = np.array([_first_page(chunk, window, size) for chunk in self.chunks])
             yield _padded(positions - firsts[self._chunk_of] * size, number)
@@ -212,6 +242,40 @@ class PagedStep:
         yield _padded([token for chunk in self.chunks for token in chunk.tokens], number)
         yield _padded(positions, number)
         yield _padded(self.last_rows, len(self.last_rows))
+
+    # Two chunks of 3 and 1 tokens at positions 0 and 300, padded to 5 tokens, for 3 sequences, pages
+    # of 256 tokens, and contexts of at most 2 pages; s is the scratch page:
+    #
+    #     cu_seqlens   0 3 4 5 5      queries: rows 0 … 2, row 3, row 4 (padding), none
+    #     used         3 301 1 0      keys of each sequence, those of this step included
+    #     tables       7 s │ 2 9 │ s s │ s s
+    #
+    # Padding has a sequence of its own over the scratch page, with as many keys as queries.
+    def _make_block_tables(self) -> NDArray[np.int64]:
+        """Return the numbers of `BlockTables`: pairs of int32 as int64."""
+        capacity, rows = self.cache.capacity, self.cache.capacity.sequences + 1
+        offsets, used = np.zeros(rows + 1, np.int32), np.zeros(rows, np.int32)
+        tables = np.full((rows, capacity.context_pages), self.cache.scratch_page, np.int32)
+        ends, number = self.offsets[1:], len(self.chunks)
+        offsets[1 : number + 1] = ends
+        used[:number] = [chunk.end for chunk in self.chunks]
+        for row, chunk in enumerate(self.chunks):
+            pages = chunk.pages[: -(-chunk.end // capacity.page_tokens)]
+            tables[row, : len(pages)] = pages
+        if number < rows:
+            padding = min(self.num_tokens - int(ends[-1]), capacity.attended_tokens)
+            used[number], offsets[number + 1 :] = padding, ends[-1] + padding
+        self.max_queries = int(np.diff(offsets).max())
+        numbers = np.concatenate([offsets, used, tables.ravel()])
+        return np.resize(numbers, len(numbers) + len(numbers) % 2).view(np.int64)
+
+    def block_tables(self, table: Tensor) -> BlockTables:
+        """Return views of the block tables in the step's table."""
+        capacity, rows = self.cache.capacity, self.cache.capacity.sequences + 1
+        numbers = table[self.num_tokens :][: capacity.page_numbers].view(torch.int32)
+        sizes = rows + 1, rows, rows * capacity.context_pages
+        offsets, used, tables = numbers[: sum(sizes)].split(sizes)
+        return BlockTables(table[: self.num_tokens], offsets, used, tables.view(rows, -1))
 
     def _form_groups(self, window: int, firsts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Form the groups for a window; return the block tables of all groups, concatenated."""
