@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_rig.both_devices import on_both
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as attend
 
 from duoka.hardware.gpu_generation import GpuGeneration
@@ -129,6 +130,51 @@ def test_from_ampere_on(capability: str, monkeypatch: pytest.MonkeyPatch) -> Non
         # Here kernels differ: by a block on 8.0 and 9.0; on 12.0 it takes 9 MiB more.
         programs = {name: run for name, run in programs.items() if "trained head 80" not in name}
     assert_equal(programs)
+
+
+def over_pages(dtype: torch.dtype, *, tokens: int, sequences: int, head: int, window: int) -> Peak:
+    """A program: attention over pages by block tables; what it adds to the memory at most."""
+
+    def run(kind: str, memory: Any) -> int:
+        device = f"{kind}:0"
+        query = torch.empty(tokens, HEADS, head, dtype=dtype, device=device)
+        pages = torch.empty(9, 256, 2, head, dtype=dtype, device=device)
+        offsets, used = (
+            torch.zeros(sequences + extra, dtype=torch.int32, device=device) for extra in (1, 0)
+        )
+        tables = torch.zeros(sequences, 4, dtype=torch.int32, device=device)
+        memory.reset_peak_memory_stats(0)
+        before: int = memory.memory_allocated(0)
+        out = varlen_attn(
+            query, pages, pages, offsets, offsets, tokens, 1024, window_size=(window, 0),
+            enable_gqa=True, seqused_k=used, block_table=tables, num_splits=1,
+        )  # fmt: skip
+        assert isinstance(out, torch.Tensor) and out.shape == query.shape
+        added: int = memory.max_memory_allocated(0) - before
+        return added
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "capability",
+    [
+        pytest.param(each, marks=pytest.mark.cuda_rig(gpus="24GiB", capability=each))
+        for each in ("8.0", "8.6", "8.9", "9.0", "12.0")
+    ],
+)
+def test_over_pages(capability: str) -> None:
+    assert_equal(
+        {
+            f"{dtype} {tokens} {sequences} {head} {window}": over_pages(
+                dtype, tokens=tokens, sequences=sequences, head=head, window=window
+            )
+            for dtype in (HALF, BRAIN)
+            for tokens, sequences in ((1, 1), (7, 5), (64, 64), (1000, 3))
+            for head in (64, 104, 128, 256)
+            for window in (-1, 99)
+        }
+    )
 
 
 @pytest.mark.cuda_rig(gpus="24GiB", capability="8.6")

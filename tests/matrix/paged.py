@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import families
@@ -11,6 +13,7 @@ from families import Family
 from staging import placement_of
 from torch import Tensor
 
+from duoka.checkpoint.architecture import reads_block_tables
 from duoka.engine.request import SamplingParams
 from duoka.engine.sampler import SamplingRow
 from duoka.errors import ModelError
@@ -71,6 +74,11 @@ def check(family: Family) -> None:
     assert is_paged == (family.name in families.PAGED) or family.name not in families.FAST
 
 
+def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def reads_in_stages(name: str, model: Any, number: int) -> bool:
     """Compare stages with the whole model; return False where that can't read from pages."""
     if not reads_pages(model):
@@ -85,9 +93,13 @@ def reads_in_stages(name: str, model: Any, number: int) -> bool:
     with torch.inference_mode():
         expected = [whole.run(chunks) for chunks in steps]
     whole.close()
+    if reads_block_tables(model.config.to_dict()):
+        in_place = PagedModel(model, replace(CAPACITY, page_tokens=256))
+        with torch.inference_mode():
+            in_place.start()
+            assert_close([in_place.run(chunks) for chunks in steps], expected)
+        in_place.close()
     placement = placement_of(model, families.inputs(model), number)
     with torch.inference_mode():
-        found = in_stages(model, placement, steps)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+        assert_close(in_stages(model, placement, steps), expected)
     return True

@@ -33,7 +33,7 @@ def test_a_plan_survives_its_json_form(plan: Plan) -> None:
     assert len(plan.devices) == 2
     assert Plan.from_json(plan.to_json()) == plan
     data = json.loads(plan.to_json())
-    assert (data["format"], data["version"], data["source"]) == ("duoka.plan", 7, "模型/glm")
+    assert (data["format"], data["version"], data["source"]) == ("duoka.plan", 8, "模型/glm")
     assert "模型" in plan.to_json()
 
 
@@ -68,17 +68,19 @@ def changed(plan: Plan, **values: Any) -> str:
     return json.dumps(data)
 
 
-@pytest.mark.parametrize("version", [1, 5, None, "6", True, 8])
+@pytest.mark.parametrize("version", [1, 5, None, "6", True, 9])
 def test_another_version_is_refused(plan: Plan, version: Any) -> None:
-    with pytest.raises(FormatError, match="reads version 7") as caught:
+    with pytest.raises(FormatError, match="reads version 8") as caught:
         Plan.from_json(changed(plan, version=version))
-    newer = "update duoka, or " if version == 8 else ""
+    newer = "update duoka, or " if version == 9 else ""
     assert caught.value.hint == f"{newer}make the plan again"
 
 
-def test_a_file_from_before_answers_had_a_limit_is_read(plan: Plan) -> None:
-    old = Plan.from_json(changed(plan, version=6, request__most_new_tokens=...))
-    assert old == plan
+def test_a_file_of_an_earlier_version_is_read(plan: Plan) -> None:
+    lacks: dict[str, Any] = {"workload__page_tokens": ..., "request__workload__page_tokens": ...}
+    old = Plan.from_json(changed(plan, version=6, request__most_new_tokens=..., **lacks))
+    assert old == plan == Plan.from_json(changed(plan, version=7, **lacks))
+    assert old.workload.page_tokens == 16
     assert old.request.most_new_tokens is None
     limited = replace(plan, request=replace(plan.request, most_new_tokens=7))
     assert Plan.from_json(limited.to_json()).request.most_new_tokens == 7
@@ -128,7 +130,7 @@ def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
 
 
 def test_hostile_json_is_refused(plan: Plan) -> None:
-    twice = plan.to_json().replace('"version": 7', '"version": 7, "version": 7')
+    twice = plan.to_json().replace('"version": 8', '"version": 8, "version": 8')
     for text in (twice, changed(plan, value=float("nan"))):
         with pytest.raises(FormatError):
             Plan.from_json(text)

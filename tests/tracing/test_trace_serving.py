@@ -11,6 +11,7 @@ import torch
 from tiers import only
 
 from duoka import Workload, virtual
+from duoka.checkpoint.architecture import reads_block_tables
 from duoka.errors import ModelError
 from duoka.forecast.profile import Profile, evaluate
 from duoka.forecast.replay_serving import ServingReplay
@@ -37,10 +38,12 @@ def test_blocks_are_those_of_a_batch(name: str) -> None:
     assert [block.modules for block in found.blocks] == [b.modules for b in expected.blocks]
 
 
-@pytest.mark.parametrize("cache", ["paged", "paged-int8"])
+@pytest.mark.parametrize("cache", ["paged", "paged-int8", "block tables"])
 @pytest.mark.parametrize("name", only(["llama"], ["llama", "gemma2", "gpt_oss", "gemma3_text"]))
 def test_steps_take_what_the_profile_says(name: str, cache: Any) -> None:
-    work = replace(WORK, cache=cache)
+    work = replace(WORK, cache=cache) if cache != "block tables" else replace(WORK, page_tokens=256)
+    if cache == "block tables" and not reads_block_tables(families.build(name).config.to_dict()):
+        pytest.skip("not in FlashAttention")
     profile = profile_of(name, work)
     replay = ServingReplay(profile, work)
     forecast = replay.run(range(len(profile.blocks)))

@@ -22,7 +22,7 @@ from duoka.hardware.gpu_generation import GpuGeneration
 from .profile import Profile
 from .workload import Workload
 
-_VERSION = 24
+_VERSION = 25
 _MOST_BYTES = 2**30
 _PACKAGES = ("torch", "transformers", "duoka")
 

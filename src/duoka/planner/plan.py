@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from duoka.base.files import read_text, why, write_whole
 from duoka.base.serialization import from_dict, parse_json_object, to_dict
@@ -20,7 +20,7 @@ from duoka.base.units import format_bytes
 from duoka.checkpoint.checkpoint import differences
 from duoka.errors import FleetError, FormatError
 from duoka.forecast.forecast import Forecast
-from duoka.forecast.workload import Workload
+from duoka.forecast.workload import PAGE_TOKENS, Workload
 from duoka.hardware.detect import reports_memory
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
@@ -30,7 +30,8 @@ from .reasons import Reason
 from .request import PlanRequest
 
 _FORMAT = "duoka.plan"
-_VERSION = 7
+_VERSION = 8
+_EARLIER_VERSIONS = (6, 7)
 _MAX_BYTES = 64 * 2**20
 _REPLAN = "plan for the GPUs of this machine: omit --gpus, or use --replan with a saved plan"
 
@@ -158,8 +159,8 @@ class Plan:
                 "this is not a duoka plan", hint="create one with `duoka plan --save FILE`"
             )
         version = data.pop("version", None)
-        if version == 6 and isinstance(data.get("request"), dict):  # lacked `most_new_tokens`
-            data["request"].setdefault("most_new_tokens", None)
+        if type(version) is int and version in _EARLIER_VERSIONS:
+            _add_later_fields(data)
         elif type(version) is not int or version != _VERSION:
             is_newer = type(version) is int and version > _VERSION
             newer = "update duoka, or " if is_newer else ""
@@ -320,3 +321,14 @@ def _find_device(device: Device, present: Fleet) -> Device | None:
 
 def _label(device: Device, separator: str = " ") -> str:
     return separator.join(filter(None, (device.name, device.product, device.uuid)))
+
+
+def _add_later_fields(data: dict[str, Any]) -> None:
+    """Add what a plan file of an earlier version lacks: a limit of the request, the page size."""
+    request = data.get("request")
+    if isinstance(request, dict):
+        request.setdefault("most_new_tokens", None)
+    for part in (data, request):
+        workload = part.get("workload") if isinstance(part, dict) else None
+        if isinstance(workload, dict):
+            workload.setdefault("page_tokens", PAGE_TOKENS)

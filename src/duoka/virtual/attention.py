@@ -310,9 +310,12 @@ def _run_flash_over_pages(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     plain, gpu = op_call.unwrap(func, args, kwargs)
     out, rows, seed = attention_numbers.attend_over_pages(*plain.args)
     results = place(out, gpu), place(rows, gpu)
-    # Two states of the kernel's random numbers, freed when the call ends, and one that it returns.
-    *_, state = [place(part, gpu) for part in (*_random_states(out), seed)]
-    return *results, state
+    # The kernel's own state of random numbers lives as long as the call, which returns another one.
+    state = place(_random_states(out)[0], gpu)
+    gpu.charge(8)
+    returned = *results, place(seed, gpu)
+    del state
+    return returned
 
 
 def _random_states(like: torch.Tensor) -> list[torch.Tensor]:

@@ -106,15 +106,19 @@ def chunks_of(rng: random.Random, told: list[Story]) -> list[Chunk]:
     [{}, {"sliding_window": 20}, {"softcap": 0.7}, {"s_aux": torch.randn(HEADS)}],
     ids=["full", "window", "softcap", "sinks"],
 )
-@pytest.mark.parametrize("is_int8", [False, True], ids=["whole", "int8"])
+@pytest.mark.parametrize("form", ["whole", "int8", "block tables"])
 @pytest.mark.parametrize("seed", range(3))
 def test_attention_over_pages_is_that_over_whole_sequences(
-    options: dict[str, Any], seed: int, is_int8: bool
+    options: dict[str, Any], seed: int, form: str
 ) -> None:
+    is_int8, has_tables = form == "int8", form == "block tables"
+    if has_tables and options.keys() - {"sliding_window"}:
+        pytest.skip("not in FlashAttention")
     rng = random.Random(seed)
     told = stories(rng, 6)
     window = options.get("sliding_window", 0)
-    cache = PagedCache(replace(CAPACITY, is_int8=is_int8), {0, window})
+    size = 256 if has_tables else CAPACITY.page_tokens
+    cache = PagedCache(replace(CAPACITY, is_int8=is_int8, page_tokens=size), {0, window})
     module: Any = SimpleNamespace(layer_idx=0, is_causal=True)
     for _ in range(6):
         chunks = chunks_of(rng, told)
@@ -139,6 +143,33 @@ def test_attention_over_pages_is_that_over_whole_sequences(
                 found[0, rows].transpose(0, 1), expected, rtol=1e-4, atol=1e-5
             )
             told[number].done = chunk.end
+
+
+def test_rows_of_padding_have_a_sequence_of_their_own() -> None:
+    """All rows are computed: FlashAttention leaves others as they were in memory."""
+    cache = PagedCache(replace(CAPACITY, page_tokens=256))
+    rng = random.Random(3)
+    for _ in range(40):
+        chunks = chunks_of(rng, stories(rng, rng.randint(1, 6)))
+        step = PagedStep(chunks, cache)
+        tables = step.block_tables(step.inputs(torch.device("cpu"))["step_table"])
+        queries = tables.offsets.diff()
+        assert tables.offsets[-1] == step.num_tokens
+        assert queries.max() == step.max_queries
+        assert (queries <= tables.used).all()  # else a query of the kernel has no keys
+        padding = step.num_tokens - sum(len(chunk.tokens) for chunk in chunks)
+        assert tables.used[len(chunks) :].tolist() == [padding, *[0] * (6 - len(chunks))]
+        assert (tables.tables[len(chunks) :] == cache.scratch_page).all()
+
+
+@pytest.mark.parametrize("option", [{"softcap": 0.7}, {"s_aux": torch.zeros(HEADS)}])
+def test_what_flash_attention_lacks_is_refused_with_block_tables(option: dict[str, Any]) -> None:
+    step = PagedStep.of_size(FIRST, PagedCache(replace(CAPACITY, page_tokens=256)))
+    table = step.inputs(torch.device("cpu"))["step_table"]
+    module: Any = SimpleNamespace(layer_idx=0, is_causal=True)
+    query, key = (torch.randn(1, heads, step.num_tokens, DIM) for heads in (HEADS, KEY_HEADS))
+    with pytest.raises(ModelError, match="can't read pages by block tables"):
+        attend(module, query, key, key, None, step=step, step_table=table, **option)
 
 
 def test_every_step_is_of_a_known_size() -> None:
