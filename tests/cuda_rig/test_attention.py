@@ -149,7 +149,8 @@ def over_pages(dtype: torch.dtype, *, tokens: int, sequences: int, head: int, wi
             query, pages, pages, offsets, offsets, tokens, 1024, window_size=(window, 0),
             enable_gqa=True, seqused_k=used, block_table=tables, num_splits=1,
         )  # fmt: skip
-        assert isinstance(out, torch.Tensor) and out.shape == query.shape
+        assert isinstance(out, torch.Tensor)
+        assert out.shape == query.shape
         added: int = memory.max_memory_allocated(0) - before
         return added
 

@@ -21,7 +21,7 @@ from duoka.planner.plan import Plan
 from duoka.report import live
 from duoka.report.live import LiveDevice
 from duoka.runtime import publisher as module
-from duoka.runtime.call.paged_attention import PagedCache
+from duoka.runtime.call.paged_cache import PagedCache
 from duoka.runtime.publisher import BusyShares, Publisher
 
 MIB = 2**20

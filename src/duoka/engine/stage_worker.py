@@ -24,7 +24,8 @@ from duoka.models.lora import LoraAdapter, merge_adapter
 from duoka.planner.plan import Plan
 from duoka.runtime import devices
 from duoka.runtime.call.chunk import Chunk
-from duoka.runtime.call.paged_model import PagedModel, PagedStep
+from duoka.runtime.call.paged_model import PagedModel
+from duoka.runtime.call.paged_step import PagedStep
 from duoka.runtime.draw import draw_in_every_way
 from duoka.runtime.load import load_weights
 from duoka.runtime.lost_gpu import find_lost_gpu

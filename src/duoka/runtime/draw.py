@@ -109,7 +109,7 @@ def mask(logits: Tensor, octets: bytes) -> None:
 
 
 def with_log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return [rows, 2 + 2k] with a row for each token, as float64, to be copied to the host at once.
+    """Return [rows, 2 + 2k] in float64, a row for each token, to be copied to the host at once.
 
     A row has the token, its log-probability, the log-probabilities of the k likeliest tokens (at
     most `MOST_LOGPROBS`), and those tokens.

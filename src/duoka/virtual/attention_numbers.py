@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -73,36 +74,29 @@ def attend(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 # PyTorch has kernels of `torch_attn::_varlen_attn` for CUDA alone.
 @varlen._varlen_attn.register_kernel("cpu")
-def attend_over_pages(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    is_causal: bool = False,
-    scale: float | None = None,
-    window_size: list[int] | None = None,
-    enable_gqa: bool = False,
-    seqused_k: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    num_splits: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def attend_over_pages(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute what `torch.nn.attention.varlen.varlen_attn` does over pages, on the CPU.
 
-    Returns the result [tokens, heads, head_dim], whose rows of no sequence are zero; logsumexps
-    without values [heads, tokens]; and the state of random numbers. Only causal attention is
-    supported.
+    Only causal attention with one pass over the keys is supported (`num_splits=1`).
+
+    Parameters
+    ----------
+    args
+        Those of the operator, all of them.
+
+    Returns
+    -------
+    tuple
+        The result [tokens, heads, head_dim], whose rows of no sequence are zero; logsumexps
+        [heads, tokens] without values; and the state of random numbers.
     """
-    assert seqused_k is not None and block_table is not None, "keys and values are in pages"
-    assert window_size is not None and window_size[1] == 0, "attention is causal"
+    query, key, value, cu_seq_q, _, _, _, _, scale, window, is_grouped, used, tables, _ = args
     rows = torch.empty(query.shape[1], len(query), device=query.device)
     result = torch.zeros_like(query), rows, torch.zeros(2, dtype=torch.uint64, device=query.device)
     if query.is_meta or key.is_meta:
         return result
-    starts, left = cu_seq_q.tolist(), window_size[0]
-    for index, number in enumerate(seqused_k.tolist()):
+    starts, left = cu_seq_q.tolist(), window[0]
+    for index, number in enumerate(used.tolist()):
         start, stop = starts[index : index + 2]
         if start == stop:
             continue
@@ -110,7 +104,7 @@ def attend_over_pages(
         is_seen = torch.arange(number) <= position
         if left >= 0:
             is_seen &= torch.arange(number) >= position - left
-        pages = block_table[index, : -(-number // key.shape[1])]
+        pages = tables[index, : -(-number // key.shape[1])]
         keys, values = (
             part[pages].flatten(0, 1)[:number].transpose(0, 1)[None] for part in (key, value)
         )
@@ -120,7 +114,7 @@ def attend_over_pages(
             values,
             attn_mask=is_seen,
             scale=scale,
-            enable_gqa=enable_gqa,
+            enable_gqa=is_grouped,
         )
         result[0][start:stop] = attended[0].transpose(0, 1)
     return result

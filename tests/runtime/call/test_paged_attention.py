@@ -16,13 +16,14 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from duoka.engine.request import SamplingParams
 from duoka.engine.sampler import SamplingRow
 from duoka.errors import ModelError
-from duoka.forecast.serving import Capacity
+from duoka.forecast.serving import FIRST, Capacity
 from duoka.models.cache_argument import CACHE
 from duoka.models.kv_cache import Int8Layer
 from duoka.runtime.call import paged_attention
 from duoka.runtime.call.chunk import Chunk
-from duoka.runtime.call.paged_attention import PagedCache, attend
-from duoka.runtime.call.paged_model import FIRST, PagedStep
+from duoka.runtime.call.paged_attention import attend
+from duoka.runtime.call.paged_cache import PagedCache
+from duoka.runtime.call.paged_step import PagedStep
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
 ROW = SamplingRow(params=SamplingParams(), seed=0, place=0)
@@ -152,14 +153,15 @@ def test_rows_of_padding_have_a_sequence_of_their_own() -> None:
     for _ in range(40):
         chunks = chunks_of(rng, stories(rng, rng.randint(1, 6)))
         step = PagedStep(chunks, cache)
-        tables = step.block_tables(step.inputs(torch.device("cpu"))["step_table"])
-        queries = tables.offsets.diff()
-        assert tables.offsets[-1] == step.num_tokens
+        numbers = step.inputs(torch.device("cpu"))["step_table"].numbers
+        offsets, used, tables = step.split_tables(numbers)
+        queries = offsets.diff()
+        assert offsets[-1] == step.num_tokens
         assert queries.max() == step.max_queries
-        assert (queries <= tables.used).all()  # else a query of the kernel has no keys
+        assert (queries <= used).all()  # else a query of the kernel has no keys
         padding = step.num_tokens - sum(len(chunk.tokens) for chunk in chunks)
-        assert tables.used[len(chunks) :].tolist() == [padding, *[0] * (6 - len(chunks))]
-        assert (tables.tables[len(chunks) :] == cache.scratch_page).all()
+        assert used[len(chunks) :].tolist() == [padding, *[0] * (6 - len(chunks))]
+        assert (tables[len(chunks) :] == cache.scratch_page).all()
 
 
 @pytest.mark.parametrize("option", [{"softcap": 0.7}, {"s_aux": torch.zeros(HEADS)}])

@@ -1,22 +1,21 @@
 """Attention over a paged cache: a layer's keys and values are in pages on the layer's device.
 
 The model's own code isn't changed: it calls `attend` through transformers' `AttentionInterface`.
-One of the arguments is the step (`paged_model.PagedStep`), which knows the sequence of each token
+One of the arguments is the step (`paged_step.PagedStep`), which knows the sequence of each token
 and the pages with the sequence's earlier tokens.
 
 Pages of 256 tokens are read in place by FlashAttention, in one kernel for all sequences of a step,
 by means of block tables: without workspace, mask or padding of keys.
 
-Keys and values in smaller pages are gathered, page by page, into a workspace of constant size. 8-bit pages are
-multiplied by their scales there (rounded as in `models.kv_cache.Int8Layer`). Masks have a workspace
-too, and so have scores where no fused kernel can be used (sinks, soft caps). Only the number of
-tokens and the number of queries in a tile differ from step to step.
+Keys and values in smaller pages are gathered, page by page, into a workspace of constant size.
+8-bit pages are multiplied by their scales there (rounded as in `models.kv_cache.Int8Layer`). Masks
+have a workspace too, and so have scores where no fused kernel can be used (sinks, soft caps). Only
+the number of tokens and the number of queries in a tile differ from step to step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,13 +26,15 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from duoka.errors import ModelError
-from duoka.forecast.serving import PIECE_ROWS, Capacity
-from duoka.models.kv_cache import round_to_int8
+from duoka.forecast.serving import PIECE_ROWS
 from duoka.virtual import attention_numbers  # noqa: F401  (the CPU's kernel of `varlen_attn`)
 
-if TYPE_CHECKING:
-    from .paged_model import BlockTables, PagedStep, QueryTile, SequenceGroup
+from .paged_cache import GatherWorkspace, Pages
 
+if TYPE_CHECKING:
+    from .paged_step import BlockTables, PagedStep, QueryTile, SequenceGroup
+
+_States = tuple[Tensor, Tensor, Tensor]  # queries, keys and values: [tokens, heads, head_dim]
 NAME = "duoka_paged"
 NAME_WITHOUT_MASKS = "duoka_paged_without_masks"
 # The number of scores that are materialised at a time. It is the same in every step, so that the
@@ -52,106 +53,16 @@ _OPTIONS = ("scaling", "softcap", "sliding_window", "s_aux", "is_causal")
 _CHANGES_NOTHING = {"position_ids", "output_hidden_states", "output_router_logits"}
 
 
-# The slot of a token is its row if all pages are seen as one list of tokens:
-# page * page_tokens + position % page_tokens. With pages of 4 tokens and the block table [7, 2],
-# position 5 is in the second page of its sequence, page 2, and its slot is 2 * 4 + 1 = 9.
-class Pages(NamedTuple):
-    """Keys or values of a layer: `states` [pages, page_tokens, heads, head_dim].
+class Scoring(NamedTuple):
+    """How a layer computes its attention weights.
 
-    In 8 bit there are `scales` [pages, page_tokens, heads, 1], else None.
+    No fused kernel has a soft cap, which bounds scores (Gemma 2), or sinks, [heads], which are one
+    more score for each head without a value (GPT-OSS).
     """
 
-    states: Tensor
-    scales: Tensor | None
-
-    @classmethod
-    def new(cls, states: Tensor, number: int, page_tokens: int, *, is_int8: bool) -> Pages:
-        """Allocate `number` pages for states shaped like `states`, [1, heads, tokens, head_dim]."""
-        shape = number, page_tokens, states.shape[1]
-        if not is_int8:
-            return cls(states.new_zeros(*shape, states.shape[3]), None)
-        integers = states.new_zeros(*shape, states.shape[3], dtype=torch.int8)
-        return cls(integers, states.new_zeros(*shape, 1))
-
-    def store(self, slots: Tensor, states: Tensor) -> None:
-        """Write the states of tokens, [tokens, heads, head_dim], each into its slot."""
-        if self.scales is not None:
-            states, scales = round_to_int8(states)
-            self.scales.flatten(0, 1).index_copy_(0, slots, scales)
-        self.states.flatten(0, 1).index_copy_(0, slots, states)
-
-    def gather(self, pages: Tensor, workspace: GatherWorkspace) -> Tensor:
-        """Gather pages into the workspace; return their states, [tokens, heads, head_dim]."""
-        number = len(pages) * self.states.shape[1]
-        out = workspace.states[:number]
-        if self.scales is None or workspace.integers is None or workspace.scales is None:
-            _gather(self.states, pages, out)
-            return out
-        integers, scales = workspace.integers[:number], workspace.scales[:number]
-        _gather(self.states, pages, integers)
-        _gather(self.scales, pages, scales)
-        return torch.mul(integers, scales, out=out)
-
-
-class GatherWorkspace(NamedTuple):
-    """A buffer for gathered states; for 8-bit pages, also buffers for their integers and scales."""
-
-    states: Tensor
-    integers: Tensor | None
-    scales: Tensor | None
-
-    @classmethod
-    def new(cls, pages: Pages, tokens: int) -> GatherWorkspace:
-        """Allocate the workspace for a number of tokens."""
-        shape, scales = (tokens, *pages.states.shape[2:]), pages.scales
-        if scales is None:
-            return cls(pages.states.new_empty(shape), None, None)
-        states, integers = scales.new_empty(shape), pages.states.new_empty(shape)
-        return cls(states, integers, scales.new_empty(tokens, *scales.shape[2:]))
-
-
-def _gather(pages: Tensor, numbers: Tensor, out: Tensor) -> None:
-    """Copy the pages with these numbers into `out`, one after another."""
-    torch.index_select(pages.flatten(1), 0, numbers, out=out.view(len(numbers), -1))
-
-
-class PagedCache:
-    """Keys and values in pages; a layer's pages are allocated at its first call, on its device.
-
-    Parameters
-    ----------
-    capacity : Capacity
-        One page more is allocated: the scratch page, to which padding is written.
-    windows : collection of int
-        The sliding windows of the layers, in tokens; 0 for full attention.
-
-    Attributes
-    ----------
-    layer_windows : dict
-        The window of each layer, once all are known.
-    """
-
-    def __init__(self, capacity: Capacity, windows: Collection[int] = (0,)) -> None:
-        self.capacity = capacity
-        self.windows = tuple(sorted(windows))
-        self.layer_windows: dict[int, int] = {}
-        self._layers: dict[int, tuple[Pages, Pages]] = {}
-
-    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Pages, Pages]:
-        """Return the pages of a layer's keys and values, allocated at its first call."""
-        if index not in self._layers:
-            number, size = self.capacity.pages + 1, self.capacity.page_tokens
-            is_int8 = self.capacity.is_int8
-            self._layers[index] = (
-                Pages.new(key, number, size, is_int8=is_int8),
-                Pages.new(value, number, size, is_int8=is_int8),
-            )
-        return self._layers[index]
-
-    @property
-    def scratch_page(self) -> int:
-        """The page to which padding is written."""
-        return self.capacity.pages
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
 
 
 class _ScoreWorkspace(NamedTuple):
@@ -202,7 +113,7 @@ def attend(
     attention_mask: Tensor | None,
     *,
     step: PagedStep | None = None,
-    step_table: Tensor | None = None,
+    step_table: Tensor | BlockTables | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Write a step's keys and values into pages, and attend to all keys of each sequence.
@@ -231,78 +142,87 @@ def attend(
     # Some models pass their window only through the mask: see `_make_window_mask`.
     window = sliding_window or 0 if attention_mask is None else attention_mask.shape[0]
     window = step.enter(module.layer_idx, window)
-    keys, values = step.cache.layer(module.layer_idx, key, value)
-    if step.cache.capacity.has_block_tables:
-        is_plain = softcap is None and sinks is None and query.shape[-1] == value.shape[-1]
-        if not is_plain:
-            raise ModelError(f"{type(module).__name__} can't read pages by block tables")
-        tables = step.block_tables(step_table)
-        keys.store(tables.slots, key[0].transpose(0, 1))
-        values.store(tables.slots, value[0].transpose(0, 1))
-        attended = _attend_in_place(
-            query[0].transpose(0, 1), keys.states, values.states, tables, step.max_queries,
-            scale=scaling, window=window,
-        )  # fmt: skip
-        return attended[None], None
-    slots, positions, numbers = (step_table[part] for part in step.parts(window))
-    for cached, new in ((keys, key), (values, value)):
-        cached.store(slots, new[0].transpose(0, 1))
-    tokens, head_dim = step.cache.capacity.gathered_tokens, query.shape[-1]
-    is_aligned = not (head_dim % _ALIGNED or value.shape[-1] % _ALIGNED)
-    is_fused = softcap is None and sinks is None and is_aligned
-    key_workspace = GatherWorkspace.new(keys, tokens)
-    value_workspace = GatherWorkspace.new(values, tokens)
-    bias = query.new_empty(PIECE_ROWS * tokens)
-    hidden = query.new_empty(PIECE_ROWS * tokens, dtype=torch.bool)
+    states = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    pages = step.cache.layer(module.layer_idx, key, value)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(step_table, Tensor):
+        scoring = Scoring(scale, softcap, sinks)
+        return _attend_gathered(states, pages, step, step_table, window, scoring)[None], None
+    if softcap is not None or sinks is not None or query.shape[-1] != value.shape[-1]:
+        raise ModelError(f"{type(module).__name__} can't read pages by block tables")
+    return _attend_in_place(states, pages, step, step_table, window, scale)[None], None
+
+
+def _attend_in_place(
+    states: _States,
+    pages: tuple[Pages, Pages],
+    step: PagedStep,
+    tables: BlockTables,
+    window: int,
+    scale: float,
+) -> Tensor:
+    """Attend by FlashAttention with block tables; return [tokens, heads, head_dim]."""
+    for cached, new in zip(pages, states[1:], strict=True):
+        cached.store(tables.slots, new)
+    query, keys, values = states[0], pages[0].states, pages[1].states
+    offsets, used, block_table = step.split_tables(tables.numbers)
+    # Query i of n of a sequence with m keys attends to keys 0 … m - n + i; with a window of w, to
+    # the last w of these. A single pass over the keys (num_splits=1) gives each sequence the same
+    # result in any company. (Several passes are wrong for several sequences in torch 2.13: its
+    # issue 194167.)
+    attended: Any = varlen_attn(
+        query,
+        keys,
+        values,
+        offsets,
+        offsets,  # not read, since `seqused_k` has the numbers of keys
+        step.max_queries,
+        block_table.shape[1] * keys.shape[1],
+        scale=scale,
+        window_size=(window - 1, 0),  # (-1, 0) without a window
+        enable_gqa=query.shape[1] != keys.shape[2],
+        seqused_k=used,
+        block_table=block_table,
+        num_splits=1,
+    )
+    return attended  # type: ignore[no-any-return]
+
+
+def _attend_gathered(
+    states: _States,
+    pages: tuple[Pages, Pages],
+    step: PagedStep,
+    table: Tensor,
+    window: int,
+    scoring: Scoring,
+) -> Tensor:
+    """Attend to gathered pages, tile by tile; return [tokens, heads, head_dim]."""
+    slots, positions, numbers = (table[part] for part in step.parts(window))
+    for cached, new in zip(pages, states[1:], strict=True):
+        cached.store(slots, new)
+    tokens, (query, key, value) = step.cache.capacity.gathered_tokens, states
+    workspaces = [GatherWorkspace.new(part, tokens) for part in pages]
+    masks = (
+        query.new_empty(PIECE_ROWS * tokens),
+        query.new_empty(PIECE_ROWS * tokens, dtype=torch.bool),
+    )
+    is_aligned = not (query.shape[-1] % _ALIGNED or value.shape[-1] % _ALIGNED)
+    is_fused = scoring.softcap is None and scoring.sinks is None and is_aligned
     workspace = None if is_fused else _ScoreWorkspace.new(query, value.shape[-1], tokens)
     # [tokens, heads of keys, queries that share one, head_dim]
     heads = key.shape[1], query.shape[1] // key.shape[1]
-    output = query.new_zeros(query.shape[2], *heads, value.shape[-1])
-    scale = head_dim**-0.5 if scaling is None else scaling
-    masks, scoring = (bias, hidden), (scale, softcap, sinks)
-    query = query[0].unflatten(0, heads)
-    layer = _Layer(query, step_table, positions, window, *scoring, *masks, workspace)
+    output = query.new_zeros(len(query), *heads, value.shape[-1])
+    query = query.transpose(0, 1).unflatten(0, heads)
+    layer = _Layer(query, table, positions, window, scoring, *masks, workspace)
     for group in step.groups(window):
-        pages = numbers[group.offset : group.offset + group.sequences * group.pages]
-        gathered = keys.gather(pages, key_workspace), values.gather(pages, value_workspace)
+        rows = numbers[group.offset : group.offset + group.sequences * group.pages]
+        gathered = pages[0].gather(rows, workspaces[0]), pages[1].gather(rows, workspaces[1])
         for tile in group.tiles:
             # Without a name a tile's result is freed before the next tile is computed.
             output[tile.first : tile.first + tile.rows][tile.inner].copy_(
                 layer.attend_tile(gathered, group, tile)[tile.inner]
             )
-    return output.flatten(1, 2)[None], None
-
-
-def _attend_in_place(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables: BlockTables,
-    max_queries: int,
-    *,
-    scale: float | None,
-    window: int,
-) -> Tensor:
-    """Attend by FlashAttention; `query` and the result are [tokens, heads, head_dim]."""
-    # Query i of n of a sequence with m keys attends to keys 0 … m - n + i; with a window of w, to
-    # the last w of these. A single pass over the keys (num_splits=1) gives each sequence the same
-    # result in any company. (More passes are wrong for several sequences in torch 2.13: its
-    # issue 194167.)
-    return varlen_attn(
-        query,
-        keys,
-        values,
-        tables.offsets,
-        tables.offsets,  # not read, since `seqused_k` has the numbers of keys
-        max_queries,
-        tables.tables.shape[1] * keys.shape[1],
-        scale=scale,
-        window_size=(window - 1, 0),  # (-1, 0) without a window
-        enable_gqa=query.shape[1] != keys.shape[2],
-        seqused_k=tables.used,
-        block_table=tables.tables,
-        num_splits=1,
-    )
+    return output.flatten(1, 2)
 
 
 def _refuse_unknown(module: Any, options: dict[str, Any]) -> None:
@@ -316,17 +236,14 @@ class _Layer(NamedTuple):
     """A call of attention; `query` is [key heads, query heads per key head, tokens, head_dim].
 
     `bias` and `hidden` are buffers for masks. `workspace` is for materialised scores, None if a
-    fused kernel can be used. No fused kernel has a soft cap, which bounds scores (Gemma 2), or
-    sinks, which are one more score for each head without a value (GPT-OSS).
+    fused kernel can be used.
     """
 
     query: Tensor
     table: Tensor
     positions: Tensor
     window: int
-    scale: float
-    softcap: float | None
-    sinks: Tensor | None  # [heads]
+    scoring: Scoring
     bias: Tensor
     hidden: Tensor
     workspace: _ScoreWorkspace | None
@@ -351,7 +268,7 @@ class _Layer(NamedTuple):
             query = query.permute(2, 0, 1, 3)
         bias = bias[:, None, None] if group.sequences > 1 else bias[None, None]
         if self.workspace is None:
-            result = _attend_fused(query, keys, values, bias, self.scale)
+            result = _attend_fused(query, keys, values, bias, self.scoring.scale)
         else:
             result = self._attend_with_scores(query, keys, values, bias, self.workspace)
         return result if group.sequences > 1 else result.permute(2, 0, 1, 3)
@@ -417,18 +334,18 @@ class _Layer(NamedTuple):
         weights, exact = view(buffers.weights, *shape), view(buffers.scores, *shape)
         for head in range(heads):
             torch.bmm(packed[head], key[head].transpose(1, 2), out=weights[head])
-        exact.copy_(weights).mul_(self.scale)
-        if self.softcap is not None:
-            exact.div_(self.softcap).tanh_().mul_(self.softcap)
+        exact.copy_(weights).mul_(self.scoring.scale)
+        if self.scoring.softcap is not None:
+            exact.div_(self.scoring.softcap).tanh_().mul_(self.scoring.softcap)
         exact = exact.view(heads, sequences, sharing, rows, -1).add_(bias)
         maximum, total, sink = (view(part, *query.shape[:4], 1) for part in buffers.rows)
         torch.amax(exact, dim=-1, keepdim=True, out=maximum)
-        if self.sinks is not None:
-            sinks = self.sinks.view(heads, 1, sharing, 1, 1)
+        if self.scoring.sinks is not None:
+            sinks = self.scoring.sinks.view(heads, 1, sharing, 1, 1)
             torch.maximum(maximum, sinks, out=maximum)
             torch.sub(sinks, maximum, out=sink).exp_()
         torch.sum(exact.sub_(maximum).exp_(), dim=-1, keepdim=True, out=total)
-        if self.sinks is not None:
+        if self.scoring.sinks is not None:
             total.add_(sink)
         weights.copy_(exact.div_(total).view(shape))
         attended = view(buffers.queries, *shape[:3], value.shape[-1])  # the queries have been read
