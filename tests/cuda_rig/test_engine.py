@@ -16,6 +16,7 @@ import duoka
 from duoka.cli.main import run
 from duoka.engine import Engine, SamplingParams
 from duoka.errors import GpuLostError
+from duoka.runtime.call import try_attention
 
 WORK = duoka.Workload(
     cache="paged", batch=3, prompt_tokens=100, new_tokens=28, dtype="float32",
@@ -93,3 +94,29 @@ def test_a_command_says_that_the_gpu_is_lost(
     assert "error: a GPU has failed: CUDA error: " in said
     assert "nvidia-smi" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.cuda_rig(gpus="1GiB")
+@pytest.mark.parametrize("is_right", [True, False])
+def test_attention_is_tested_on_the_gpu_before_it_reads_pages_in_place(
+    is_right: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Outside of `values()` a kernel computes nothing, as a faulty one; the engine gathers then."""
+    monkeypatch.delenv("DUOKA_ATTENTION")
+    model = tuning.write_model("llama", tmp_path / "model")
+    plan = duoka.plan(model, "1GiB", replace(WORK, dtype="bfloat16"))
+    if not is_right:
+        assert try_attention.find_fault(torch.device("cuda", 0), 8)  # kept for this process
+    with Engine(plan) as engine:
+        params = SamplingParams(max_new_tokens=6)
+        assert len(engine.generate(PROMPTS, params)) == len(PROMPTS)
+    told = [record.getMessage() for record in caplog.records]
+    (stage,) = plan.forecast.devices
+    if is_right:
+        assert not told
+        assert torch.cuda.max_memory_reserved(0) == stage.reserved_bytes
+    else:
+        assert "FlashAttention over pages can't be used (its results differ from" in told[0]

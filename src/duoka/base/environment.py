@@ -11,6 +11,9 @@ VARIABLES = {
     "RAY_ADDRESS": "address of the Ray cluster for duoka serve --on ray",
     "CUDA_VISIBLE_DEVICES": "GPUs that CUDA shows to the process, in this order",
     "CUBLAS_WORKSPACE_CONFIG": "size of cuBLAS's workspace, which the forecast includes",
+    "DUOKA_ATTENTION": "gather: the engine gathers keys and values of a paged KV cache before "
+    "attention; flash: it reads 16-bit pages in place without testing that on the GPU first. By "
+    "default in place, if the test succeeds",
     "PYTORCH_ALLOC_CONF": "settings of PyTorch's allocator; settings that the forecast can't "
     "model are refused",
     "PYTORCH_CUDA_ALLOC_CONF": "older name of PYTORCH_ALLOC_CONF",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 import sys
 from collections.abc import Collection, Mapping
@@ -78,7 +79,10 @@ def refuse_images(config: Mapping[str, Any]) -> None:
 
 
 def reads_block_tables(config: Mapping[str, Any]) -> bool:
-    """Return True if FlashAttention can read the KV cache of a model in place, by block tables."""
+    """Return True if FlashAttention can read the KV cache of a model in place, by block tables.
+
+    False with `DUOKA_ATTENTION=gather`, and for a torch that lacks it.
+    """
     text = config.get("text_config")
     sizes = {**config, **text} if isinstance(text, Mapping) else dict(config)
 
@@ -90,7 +94,8 @@ def reads_block_tables(config: Mapping[str, Any]) -> bool:
     head_dim = find("head_dim", "kv_channels")
     head_dim = head_dim or find("hidden_size", "n_embd", "d_model") // (heads or 1)
     return (
-        Version(version("torch")) >= _FIRST_TORCH
+        os.environ.get("DUOKA_ATTENTION") != "gather"
+        and Version(version("torch")) >= _FIRST_TORCH
         and 0 < head_dim <= _MOST_HEAD_DIM
         and not head_dim % _HEAD_DIM_MULTIPLE
         and not _UNLIKE_FLASH.search(json.dumps(config))

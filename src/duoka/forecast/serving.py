@@ -72,6 +72,8 @@ class Capacity:
         True if a prompt must be prefilled in a single step.
     is_int8 : bool
         True if pages hold 8-bit integers, with a scale for each token and head.
+    gathers : bool
+        True if pages of any size are gathered: attention that reads them in place failed a test.
     """
 
     sequences: int
@@ -81,6 +83,7 @@ class Capacity:
     step_tokens: int
     whole_prompts: bool = False
     is_int8: bool = False
+    gathers: bool = False
 
     @classmethod
     def of(cls, workload: Workload) -> Capacity:
@@ -104,7 +107,7 @@ class Capacity:
     @property
     def has_block_tables(self) -> bool:
         """True if attention reads the pages in place (FlashAttention with block tables)."""
-        return self.page_tokens == BLOCK_TABLE_PAGE_TOKENS
+        return self.page_tokens == BLOCK_TABLE_PAGE_TOKENS and not self.gathers
 
     @property
     def gathered_pages(self) -> int:

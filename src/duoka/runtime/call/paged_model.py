@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from . import paged_attention
 from .chunk import Chunk
 from .paged_cache import PagedCache
 from .paged_step import PagedStep
+from .try_attention import reads_in_place
 
 _SERVED = frozenset({"full_attention", "sliding_attention"})
 
@@ -56,12 +58,14 @@ class PagedModel:
         self.device: torch.device = model.device if device is None else device
         self._attention_before = model.config._attn_implementation
         windows = _windows_of(model)
+        devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
+        if capacity.has_block_tables:
+            head_dim = _head_dim(model)
+            is_usable = all([reads_in_place(each, head_dim) for each in devices])
+            capacity = replace(capacity, gathers=not is_usable)
         self.cache = PagedCache(capacity, {0, *windows})
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-        if is_spread is None:
-            devices = {parameter.device for parameter in model.parameters()}
-            is_spread = len(devices - {torch.device("meta")}) > 1
-        self._is_spread = is_spread
+        self._is_spread = len(devices) > 1 if is_spread is None else is_spread
         paged_attention.register()
         model.set_attn_implementation(paged_attention.NAME)
         if is_known:
@@ -173,6 +177,13 @@ def reads_pages(model: PreTrainedModel) -> bool:
         and not getattr(config, "num_kv_shared_layers", 0)
         and set(getattr(config, "layer_types", None) or ()) <= _SERVED
     )
+
+
+def _head_dim(model: PreTrainedModel) -> int:
+    """Return the head size of a model's attention."""
+    config = model.config.get_text_config(decoder=True)
+    head_dim: int | None = getattr(config, "head_dim", None)
+    return head_dim or config.hidden_size // config.num_attention_heads
 
 
 def _windows_of(model: PreTrainedModel) -> list[int]:
