@@ -196,8 +196,8 @@ class Workload:
     pages : int, optional
         Pages of a paged cache; by default as many as fit.
     page_tokens : {16, 256}
-        Tokens of a page; planning sets it. FlashAttention reads pages of 256 tokens in place, and
-        any other attention gathers the pages first.
+        Tokens of a page of a paged cache; planning sets it. FlashAttention reads pages of 256
+        tokens in place, and any other attention gathers the pages first.
     gpu_generation : GpuGeneration
         Generation of the GPUs; planning sets it to that of the fleet.
     training : Training, optional
