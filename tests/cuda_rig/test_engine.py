@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+import time
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
@@ -15,7 +18,8 @@ from cuda_rig.values import values
 import duoka
 from duoka.cli.main import run
 from duoka.engine import Engine, SamplingParams
-from duoka.errors import GpuLostError
+from duoka.errors import GpuLostError, MachineError
+from duoka.forecast.allocator import ROUND_BYTES
 from duoka.runtime.call import try_attention
 
 WORK = duoka.Workload(
@@ -120,3 +124,45 @@ def test_attention_is_tested_on_the_gpu_before_it_reads_pages_in_place(
         assert torch.cuda.max_memory_reserved(0) == stage.reserved_bytes
     else:
         assert "FlashAttention over pages can't be used (its results differ from" in told[0]
+
+
+LOG = Path(tempfile.gettempdir()) / f"duoka-staged-{os.getpid()}"
+
+
+@pytest.mark.cuda_rig(gpus="1GiB,1GiB", log=LOG)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_processes_take_what_is_forecast_and_wait_once_per_step(dtype: Any, tmp_path: Path) -> None:
+    """A stage's host waits for its results, in a thread; activations are in pinned memory."""
+    model = tuning.write_model("llama", tmp_path / "model")
+    plan = duoka.plan(model, "1GiB,1GiB", replace(WORK, dtype=dtype), use_all=True)
+    params = SamplingParams(max_new_tokens=20, min_new_tokens=20)
+    with Engine(plan, processes=True) as engine:
+        engine.generate([[1, 2, 3]], params)
+        done = LOG.stat().st_size
+        (answer,) = engine.generate([[3, 2, 1]], params)
+    assert len(answer.tokens) == 20
+    lines = LOG.read_text()[done:].splitlines()
+    waits = sum(line.startswith("wait") for line in lines)
+    assert waits == 20 * len(plan.devices)
+    assert not [line for line in lines if line.startswith("copy -1") and "pageable" in line]
+    for peak, stage in zip(engine.peaks(), plan.forecast.devices, strict=True):
+        assert (peak.device, peak.reserved_bytes) == (stage.device, stage.reserved_bytes)
+        assert 0 <= stage.allocated_bytes - peak.allocated_bytes <= ROUND_BYTES
+    LOG.unlink()
+
+
+@pytest.mark.cuda_rig(gpus="1GiB,1GiB")
+@pytest.mark.parametrize(
+    "lost", [pytest.param(n, marks=pytest.mark.cuda_rig(lost=n)) for n in ("0@40000", "1@40000")]
+)
+def test_a_lost_gpu_ends_the_processes(lost: str, tmp_path: Path) -> None:
+    model = tuning.write_model("llama", tmp_path / "model")
+    plan = duoka.plan(model, "1GiB,1GiB", replace(WORK, dtype="bfloat16"), use_all=True)
+    params = SamplingParams(max_new_tokens=20, min_new_tokens=20)
+    begin = time.monotonic()
+    with (
+        Engine(plan, processes=True, warm_up="largest") as engine,
+        pytest.raises(MachineError, match=f"cuda:{lost[0]}|GPU has failed"),
+    ):
+        list(map(engine.generate, repeat(PROMPTS), repeat(params)))
+    assert time.monotonic() - begin < 60

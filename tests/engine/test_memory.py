@@ -95,14 +95,19 @@ def test_what_was_forecast_is_what_it_takes(plan: duoka.Plan, engine: Engine) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "number", "cache"),
-    [("tied", 2, "paged"), ("llama", 3, "paged"), ("llama", 2, "paged-int8")],
+    ("family", "number", "options"),
+    [
+        ("tied", 2, {}),
+        ("llama", 3, {}),
+        ("llama", 2, {"cache": "paged-int8"}),
+        ("llama", 2, {"dtype": "bfloat16"}),  # FlashAttention reads pages in place
+    ],
 )
 def test_processes_take_what_was_forecast(
-    family: str, number: int, cache: Any, tmp_path: Path
+    family: str, number: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
     model = tuning.write_model(family, tmp_path / family)
-    work = replace(WORK, cache=cache)
+    work = replace(WORK, **options)
     plan = squeezed(duoka.plan(model, f"virtual:{number}x64MiB", work, use_all=True))
     with Engine(plan, processes=True) as engine:
         answers = [outcome for _, outcome in engine.as_completed(random_requests(12), SHORT)]

@@ -74,8 +74,8 @@ def open_files() -> list[str]:
     return sorted(entry.name for entry in Path("/proc/self/fd").iterdir())
 
 
-def alike(one: Any, other: Any) -> None:
-    """All answers of two engines are the same."""
+def alike(one: Any, other: Any, *, within: float = 1e-4) -> None:
+    """All answers of two engines are the same, and log-probabilities within a distance."""
     texts = prompts(8)
     drawn = SamplingParams(temperature=1.0, seed=3, logprobs=2)
     grammar = find_spec("llguidance") and Grammar.regex("[a-f ]{5,}!")
@@ -85,7 +85,7 @@ def alike(one: Any, other: Any) -> None:
         assert [ids(completion) for completion in found] == [ids(c) for c in expected]
         for completion, reference in zip(found, expected, strict=True):
             logprobs = [choice.logprob for choice in reference.tokens]
-            assert [c.logprob for c in completion.tokens] == pytest.approx(logprobs, abs=1e-4)
+            assert [c.logprob for c in completion.tokens] == pytest.approx(logprobs, abs=within)
 
 
 def test_processes_answer_as_one_does(plan: Any, staged: Engine) -> None:
@@ -114,7 +114,8 @@ def test_more_processes_and_stages_answer_as_one_does(
         Engine(plan, processes=False, warm_up="largest") as inline,
         Engine(plan, processes=True, warm_up="largest") as staged,
     ):
-        alike(inline, staged)
+        # In 8 bit a key at the edge of two integers may be rounded to either, by its company.
+        alike(inline, staged, within=1e-3 if "cache" in work else 1e-4)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import NamedTuple
@@ -103,7 +104,7 @@ class _StageWorker:
         self._channel = SharedMemoryChannel(settings.memory, sockets, ranks, self._device)
         self._stages = [stage for stage, name in enumerate(names) if name == device]
         self._memory, self._rank = settings.memory, rank
-        self._busy_seconds = 0.0
+        self._busy_seconds = self._idle_since = 0.0
         # Several stages may be on this device (a head tied to the embedding). With stages 0 and 2
         # here, step n waits as (n, 2) after stage 0. The first stage of a new step comes before
         # waiting stages, so that no other device waits for this one; otherwise the oldest goes
@@ -113,6 +114,7 @@ class _StageWorker:
     def serve(self, driver: Connection) -> None:
         """Compute steps until the driver sends None."""
         first_stage, *later_stages = self._stages
+        self._channel.report_errors(partial(self._report_loss, driver))
         while True:
             while self._waiting_stages and not driver.poll():
                 self._compute(driver, *self._waiting_stages.popleft())
@@ -130,6 +132,18 @@ class _StageWorker:
         if peaks is not None:
             notes = Notes(self._busy_seconds, peaks.allocated_bytes, peaks.reserved_bytes)
             self._memory.note(self._rank, notes)
+
+    def _report_loss(self, driver: Connection, error: Exception) -> None:
+        """Report a GPU that was lost while its results were copied; see `_compute` for others."""
+        if lost := find_lost_gpu(error, str(self._device)):
+            driver.send(StageReport(0, lost, is_last=False))
+
+    def _count_busy(self, begin: float) -> None:
+        """Count the time since `begin`, or since the previous step's end, as busy; note it."""
+        now = time.perf_counter()
+        self._busy_seconds += max(0.0, now - max(begin, self._idle_since))
+        self._idle_since = now
+        self._memory.note_busy(self._rank, self._busy_seconds)
 
     @torch.no_grad()
     def _compute(self, driver: Connection, step: EngineStep, paged: PagedStep, stage: int) -> None:
@@ -158,11 +172,8 @@ class _StageWorker:
             lost = find_lost_gpu(error, str(self._device))
             failure = lost or make_portable(explain(error, self.publisher))
             failure.__traceback__ = None  # its frames hold tensors on the device
-        seconds = time.perf_counter() - begin - (self._channel.waited_seconds - waited)
-        self._busy_seconds += seconds
-        if step.size is None:
-            self._memory.note(self._rank, Notes(self._busy_seconds))
-        else:
+        begin += self._channel.waited_seconds - waited
+        if step.size is not None:
             self._write_peaks()
         if failure is not None:  # must reach the driver before later stages' reports
             driver.send(StageReport(step.number, failure, is_last))
@@ -171,6 +182,7 @@ class _StageWorker:
             if isinstance(failure, torch.OutOfMemoryError):
                 devices.give_back()
             micro_batch.abandon()
+        self._channel.after_sends(partial(self._count_busy, begin))
 
 
 def main() -> None:

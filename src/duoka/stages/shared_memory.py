@@ -2,6 +2,9 @@
 
 A tensor is copied to its slot in the shared memory, and a few bytes on a socket notify the
 receiver. (Over gloo a small tensor takes about ten times as long: its threads must wake up first.)
+
+On CUDA the memory is pinned and copies are asynchronous: the sender goes on to launch its next
+step, while a thread waits for the copy and notifies the receiver.
 """
 
 from __future__ import annotations
@@ -9,12 +12,15 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, combinations
 from math import prod
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +30,7 @@ from .channels import LocalChannel, TensorMessage
 from .route import Route
 
 _ALIGNMENT = 64
+Call = Callable[[], object]
 
 
 class Notes(NamedTuple):
@@ -85,9 +92,20 @@ class SharedMemory:
         flat = torch.frombuffer(self._bytes, dtype=dtype, count=prod(sizes), offset=begin + part)
         return flat.view(sizes)
 
+    def pin(self) -> None:
+        """Pin the memory in this process, so that copies between it and a GPU are asynchronous."""
+        cudart: Any = torch.cuda.cudart()
+        torch.cuda.check_error(
+            int(cudart.cudaHostRegister(self._lines.ctypes.data, len(self._bytes), 0))
+        )
+
     def note(self, rank: int, notes: Notes) -> None:
         """Write the notes of a process, for all other processes to read."""
         self._lines[rank, :3] = notes
+
+    def note_busy(self, rank: int, seconds: float) -> None:
+        """Write the seconds of computing among the notes of a process."""
+        self._lines[rank, 0] = seconds
 
     def notes(self) -> list[Notes]:
         """Return the notes of all processes, by rank."""
@@ -114,6 +132,43 @@ def connect(number: int) -> list[list[int]]:
     for (rank, peer), pair in zip(ranks, pairs, strict=True):
         ends[rank][peer], ends[peer][rank] = (end.detach() for end in pair)
     return ends
+
+
+# The host launches the kernels and copies of step 1 while those of step 0 still run:
+#
+#     main thread   launch 0, copy 0, event 0 │ launch 1, copy 1, event 1 │ …
+#     GPU                    kernels of 0         copy 0   kernels of 1
+#     this thread   wait for event 0 ─────────────────▶ notify │ wait for event 1 …
+class _Notifier:
+    """Calls functions after the copies before them, in a thread of its own, one after another."""
+
+    def __init__(self) -> None:
+        self._entries: SimpleQueue[tuple[torch.cuda.Event, Sequence[Call]]] = SimpleQueue()
+        self._error: Exception | None = None
+        self.on_error: Callable[[Exception], object] = repr  # without an effect
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def put(self, calls: Sequence[Call], after: torch.device) -> None:
+        """Queue functions, to be called after all work that is now queued on a device.
+
+        Raises the error of an earlier function.
+        """
+        if self._error is not None:
+            raise self._error
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(after))
+        self._entries.put((event, calls))
+
+    def _run(self) -> None:
+        while True:
+            event, calls = self._entries.get()
+            try:
+                event.synchronize()
+                for call in calls:
+                    call()
+            except Exception as error:  # a lost GPU or process: the main thread raises it, too
+                self._error = error
+                self.on_error(error)
 
 
 class SharedMemoryChannel:
@@ -146,6 +201,10 @@ class SharedMemoryChannel:
         self._device = device
         self._local = LocalChannel([device] * len(ranks))
         self._arrived: set[TensorMessage] = set()
+        self._notifier, self._unsent = None, list[Call]()
+        if device.type == "cuda":
+            memory.pin()
+            self._notifier = _Notifier()
 
     def send(self, message: TensorMessage, tensor: Tensor) -> None:
         """See `Channel`."""
@@ -155,14 +214,36 @@ class SharedMemoryChannel:
             return
         # The receiver reads the slot only after this message, sent when the copy is complete.
         if tensor.numel():
-            self._memory.place(message, tuple(tensor.shape), tensor.dtype).copy_(tensor)
-        peer.send(tuple(message))
+            slot = self._memory.place(message, tuple(tensor.shape), tensor.dtype)
+            slot.copy_(tensor, non_blocking=True)
+        if self._notifier is None:
+            peer.send(tuple(message))
+        else:
+            self._unsent.append(partial(peer.send, tuple(message)))
+
+    def report_errors(self, on_error: Callable[[Exception], object]) -> None:
+        """Call a function, in a thread, with each error of a copy that was to be sent."""
+        if self._notifier is not None:
+            self._notifier.on_error = on_error
+
+    def after_sends(self, call: Call) -> None:
+        """Call a function when all tensors sent so far have been copied; perhaps in a thread.
+
+        On CUDA tensors are sent by this call, or before the channel waits for one, by one event.
+        """
+        if self._notifier is None or not self._unsent:
+            call()
+        else:
+            self._notifier.put((*self._unsent, call), after=self._device)
+            self._unsent.clear()
 
     def receive(self, message: TensorMessage, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See `Channel`; raise EOFError or OSError if the other process has ended."""
         peer = self._peers[self._ranks[message.sender]]
         if peer is None:
             return self._local.receive(message, sizes, dtype)
+        if self._unsent:
+            self.after_sends(int)  # nothing more to call
         begin = time.perf_counter()
         while message not in self._arrived:
             self._arrived.add(TensorMessage(*peer.recv()))
@@ -171,4 +252,5 @@ class SharedMemoryChannel:
         if not prod(sizes):
             return torch.empty(sizes, dtype=dtype, device=self._device)
         # A copy, since the sender will write to the slot again.
-        return self._memory.place(message, sizes, dtype).to(self._device, copy=True)
+        slot = self._memory.place(message, sizes, dtype)
+        return slot.to(self._device, copy=True, non_blocking=True)

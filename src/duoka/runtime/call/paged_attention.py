@@ -32,7 +32,7 @@ from duoka.virtual import attention_numbers  # noqa: F401  (the CPU's kernel of 
 from .paged_cache import GatherWorkspace, Pages
 
 if TYPE_CHECKING:
-    from .paged_step import BlockTables, PagedStep, QueryTile, SequenceGroup
+    from .paged_step import PagedStep, QueryTile, SequenceGroup, StepTable
 
 _States = tuple[Tensor, Tensor, Tensor]  # queries, keys and values: [tokens, heads, head_dim]
 NAME = "duoka_paged"
@@ -113,7 +113,7 @@ def attend(
     attention_mask: Tensor | None,
     *,
     step: PagedStep | None = None,
-    step_table: Tensor | BlockTables | None = None,
+    step_table: StepTable | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Write a step's keys and values into pages, and attend to all keys of each sequence.
@@ -145,27 +145,29 @@ def attend(
     states = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     pages = step.cache.layer(module.layer_idx, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if isinstance(step_table, Tensor):
+    for cached, new in zip(pages, states[1:], strict=True):
+        cached.store(step_table.slots, new)
+    if not step.cache.capacity.has_block_tables:
         scoring = Scoring(scale, softcap, sinks)
-        return _attend_gathered(states, pages, step, step_table, window, scoring)[None], None
+        gathered = _attend_gathered(states, pages, step, step_table.numbers, window, scoring)
+        return gathered[None], None
     if softcap is not None or sinks is not None or query.shape[-1] != value.shape[-1]:
         raise ModelError(f"{type(module).__name__} can't read pages by block tables")
-    return _attend_in_place(states, pages, step, step_table, window, scale)[None], None
+    attended = _attend_in_place(states[0], pages, step, step_table.numbers, window, scale)
+    return attended[None], None
 
 
 def _attend_in_place(
-    states: _States,
+    query: Tensor,
     pages: tuple[Pages, Pages],
     step: PagedStep,
-    tables: BlockTables,
+    numbers: Tensor,
     window: int,
     scale: float,
 ) -> Tensor:
     """Attend by FlashAttention with block tables; return [tokens, heads, head_dim]."""
-    for cached, new in zip(pages, states[1:], strict=True):
-        cached.store(tables.slots, new)
-    query, keys, values = states[0], pages[0].states, pages[1].states
-    offsets, used, block_table = step.split_tables(tables.numbers)
+    keys, values = pages[0].states, pages[1].states
+    offsets, used, block_table = step.split_tables(numbers)
     # Query i of n of a sequence with m keys attends to keys 0 … m - n + i; with a window of w, to
     # the last w of these. A single pass over the keys (num_splits=1) gives each sequence the same
     # result in any company. (Several passes are wrong for several sequences in torch 2.13: its
@@ -197,9 +199,7 @@ def _attend_gathered(
     scoring: Scoring,
 ) -> Tensor:
     """Attend to gathered pages, tile by tile; return [tokens, heads, head_dim]."""
-    slots, positions, numbers = (table[part] for part in step.parts(window))
-    for cached, new in zip(pages, states[1:], strict=True):
-        cached.store(slots, new)
+    positions, numbers = (table[part] for part in step.parts(window))
     tokens, (query, key, value) = step.cache.capacity.gathered_tokens, states
     workspaces = [GatherWorkspace.new(part, tokens) for part in pages]
     masks = (

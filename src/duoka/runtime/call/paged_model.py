@@ -61,7 +61,7 @@ class PagedModel:
         devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
         if capacity.has_block_tables:
             head_dim = _head_dim(model)
-            is_usable = all([reads_in_place(each, head_dim) for each in devices])
+            is_usable = all(reads_in_place(device, head_dim) for device in devices)
             capacity = replace(capacity, gathers=not is_usable)
         self.cache = PagedCache(capacity, {0, *windows})
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters

@@ -75,10 +75,11 @@ class SequenceGroup(NamedTuple):
     tiles: tuple[QueryTile, ...]
 
 
-class BlockTables(NamedTuple):
-    """What FlashAttention needs to read pages in place: `slots` [tokens], the slot mapping.
+class StepTable(NamedTuple):
+    """What attention needs of a step on a device: `slots` [tokens], the slot mapping.
 
-    `numbers` are int32: see `PagedStep.split_tables`.
+    `numbers` are block tables (int32, see `PagedStep.split_tables`), or positions and pages to
+    gather (see `PagedStep.parts`).
     """
 
     slots: Tensor
@@ -150,49 +151,43 @@ class PagedStep:
         """Return the groups for layers with a sliding window of `window` tokens (0: no window)."""
         return self._groups[window]
 
-    # The table of t tokens and l rows of logits, for the windows 0 and w. As one tensor it needs a
-    # single copy from the host, and one more for each further device of a dispatched model.
+    # A step of t tokens and l rows of logits, for the windows 0 and w, is one tensor, which needs a
+    # single copy from the host:
     #
-    #     0, 1, … gathered_tokens - 1 │ slots │ positions │ pages          │ positions │ … │ inputs
-    #     key positions               │ [t]   │ [t]       │ [page_numbers] │ [t]       │ … │
-    #                                 │ all   │ window 0                   │ window w      │
+    #     numbers                                         │ slots │ tokens │ …
+    #     0, 1, … gathered_tokens - 1 │ positions │ pages │ … │ [t]   │ [t]    │
+    #     the positions of keys       │ window 0          │ w │
     #
-    # The inputs are the tokens [t], their positions [t], and the rows of logits [l]. With block
-    # tables there is one part of [page_numbers] for all layers in place of those for the windows.
-    def parts(self, window: int) -> tuple[slice, slice, slice]:
-        """Return slices of the table: slot mapping, positions in gathered keys, pages to gather."""
+    # behind the tokens are their positions [t] and the rows of logits [l]. With block tables the
+    # numbers are [page_numbers], for all layers.
+    def parts(self, window: int) -> tuple[slice, slice]:
+        """Return slices of the numbers: positions in gathered keys, and pages to gather."""
         capacity, number = self.cache.capacity, self.num_tokens
-        slots = capacity.gathered_tokens
         at = self.cache.windows.index(window)
-        positions = slots + number + at * (number + capacity.page_numbers)
+        positions = capacity.gathered_tokens + at * (number + capacity.page_numbers)
         end = positions + number
-        return (
-            slice(slots, slots + number),
-            slice(positions, end),
-            slice(end, end + capacity.page_numbers),
-        )
+        return slice(positions, end), slice(end, end + capacity.page_numbers)
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
         """Make the arguments of the model's `forward`; `logits_to_keep` is `last_rows`, [rows].
 
         The host doesn't wait for the device.
         """
-        number, capacity = self.num_tokens, self.cache.capacity
-        gathered = capacity.gathered_tokens
+        capacity = self.cache.capacity
+        gathered, has_tables = capacity.gathered_tokens, capacity.has_block_tables
         filled = pinned(torch.from_numpy(np.concatenate([*self._table_parts()])), device)
         table = torch.empty(gathered + len(filled), dtype=torch.long, device=device)
         torch.arange(gathered, out=table[:gathered])
         table[gathered:].copy_(filled, non_blocking=True)
-        inputs = table[len(table) - 2 * number - len(self.last_rows) :]
-        has_tables, end = capacity.has_block_tables, number + capacity.page_numbers
-        tables = BlockTables(table[:number], table[number:end].view(torch.int32))
+        sizes = self.num_tokens, self.num_tokens, self.num_tokens, len(self.last_rows)
+        numbers, slots, tokens, positions, rows = table.split((len(table) - sum(sizes), *sizes))
         return {
-            "input_ids": inputs[None, :number],
-            "position_ids": inputs[None, number : 2 * number],
-            "logits_to_keep": inputs[2 * number :],
+            "input_ids": tokens[None],
+            "position_ids": positions[None],
+            "logits_to_keep": rows,
             "use_cache": False,
             "step": self,
-            "step_table": tables if has_tables else table,
+            "step_table": StepTable(slots, numbers.view(torch.int32) if has_tables else numbers),
         }
 
     def _table_parts(self) -> Iterator[NDArray[np.int64]]:
@@ -204,6 +199,15 @@ class PagedStep:
         size, used = cache.capacity.page_tokens, len(self._chunk_of)
         starts = np.array([chunk.start for chunk in self.chunks])
         positions = np.arange(used) - self.offsets[self._chunk_of] + starts[self._chunk_of]
+        # Pages before the window of a chunk's first token aren't gathered. Window 6, pages of 4,
+        # positions 10 … 12: token 10 attends to 5 … 10, so page 0 is left out, and the positions,
+        # counted from the first gathered key, are 6 … 8.
+        for window in () if cache.capacity.has_block_tables else cache.windows:
+            firsts = np.array([_first_page(chunk, window, size) for chunk in self.chunks])
+            yield _padded(positions - firsts[self._chunk_of] * size, number)
+            yield _padded(self._form_groups(window, firsts), cache.capacity.page_numbers)
+        if cache.capacity.has_block_tables:
+            yield _padded(self._make_block_tables(), cache.capacity.page_numbers)
         # A chunk from position 35 on, with pages of 16 and the block table [7, 2, 9]: `first` is 2,
         # `pages` is [9], and the slots are 9 * 16 + 3, 9 * 16 + 4, …
         slots = np.full(number, cache.scratch_page * size)
@@ -215,19 +219,9 @@ class PagedStep:
                 pages[positions[tokens] // size - first] * size + positions[tokens] % size
             )
         yield slots
-        if cache.capacity.has_block_tables:
-            yield _padded(self._make_block_tables(), cache.capacity.page_numbers)
-        # Pages before the window of a chunk's first token aren't gathered. Window 6, pages of 4,
-        # positions 10 … 12: token 10 attends to 5 … 10, so page 0 is left out, and the positions,
-        # counted from the first gathered key, are 6 … 8.
-        for window in () if cache.capacity.has_block_tables else cache.windows:
-            numbers = cache.capacity.page_numbers
-            firsts = np.array([_first_page(chunk, window, size) for chunk in self.chunks])
-            yield _padded(positions - firsts[self._chunk_of] * size, number)
-            yield _padded(self._form_groups(window, firsts), numbers)
         yield _padded([token for chunk in self.chunks for token in chunk.tokens], number)
         yield _padded(positions, number)
-        yield _padded(self.last_rows, len(self.last_rows))
+        yield np.array(self.last_rows, np.int64)
 
     # Two chunks of 3 and 1 tokens at positions 0 and 300, padded to 5 tokens, for 3 sequences,
     # pages of 256 tokens, and contexts of at most 2 pages; s is the scratch page:
@@ -238,7 +232,7 @@ class PagedStep:
     #
     # Padding has a sequence of its own over the scratch page, with as many keys as queries.
     def _make_block_tables(self) -> NDArray[np.int64]:
-        """Return the numbers of `BlockTables`: pairs of int32 as int64."""
+        """Return the numbers of block tables: pairs of int32 as int64."""
         capacity, rows = self.cache.capacity, self.cache.capacity.sequences + 1
         offsets, used = np.zeros(rows + 1, np.int32), np.zeros(rows, np.int32)
         tables = np.full((rows, capacity.context_pages), self.cache.scratch_page, np.int32)
@@ -256,7 +250,7 @@ class PagedStep:
         return np.resize(numbers, len(numbers) + len(numbers) % 2).view(np.int64)
 
     def split_tables(self, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the parts of `BlockTables.numbers`.
+        """Return the parts of block tables, the numbers of a `StepTable`.
 
         Returns
         -------
