@@ -31,15 +31,15 @@ test: $(STAMP)
 
 # Every promise by all cases; rare families of transformers and slow cases by turn (tests/turns.py).
 # build/durations.xml has the time of each test.
-# One worker more than cores: many of these wait for other processes, and for time to pass.
+# Two workers more than cores: many of these wait for other processes, and for time to pass.
 DURATIONS = --durations 60 --durations-min 2 --junitxml build/durations.xml
-test-all: JOBS := 3
+test-all: JOBS := 4
 test-all: $(RAY_STAMP)
 	$(PYTEST) -m "not nightly" --hypothesis-profile ci $(DURATIONS)
 
 # Everything: all families and all layouts of processes, runs that are killed and go on, and ten
 # thousand random inputs for each reader.
-nightly: JOBS := 3
+nightly: JOBS := 4
 nightly: $(RAY_STAMP)
 	DUOKA_TURN=all $(PYTEST) -m "" --timeout 3600 $(DURATIONS)
 	$(MAKE) fuzz

@@ -32,6 +32,7 @@ import pytest
 import reference
 from doctoring import machine
 from progress import without_progress
+from turns import HALVES, in_turn
 
 import duoka
 from duoka.base.environment import VARIABLES
@@ -175,8 +176,11 @@ NO_FORKS = ("docs/exports.md", "docs/gpus.md")
 RUN = [page for page in PAGES if commands(page) and page != "README.zh-CN.md"]
 
 
+# README's at each commit, a half of the others by turn.
 @pytest.mark.slow
-@pytest.mark.parametrize("page", RUN)
+@pytest.mark.parametrize(
+    "page", ["README.md", *in_turn([p for p in RUN if p != "README.md"], HALVES)]
+)
 def test_commands(page: str, workplace: Path, request: pytest.FixtureRequest) -> None:
     if page not in NO_FORKS:
         request.getfixturevalue("quick_programs")
@@ -215,7 +219,7 @@ def at_its_place(command: Command, root: Path, patch: pytest.MonkeyPatch) -> Com
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in ENGLISH if commands(page)])
+@pytest.mark.parametrize("page", in_turn([p for p in ENGLISH if commands(p)], HALVES))
 def test_situations(
     page: str, belongings: Path, tmp_path: Path, quick_start: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,7 +44,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.slow  # what would fit instead is traced, too
-@fuzz(40)
+@fuzz(16)
 @given(gpus=GPUS | st.text(max_size=10), chosen=st.lists(OPTIONS, max_size=4))
 def test_plan(small_checkpoint: Path, gpus: str, chosen: list[tuple[str, ...]]) -> None:
     given_options = [part for option in chosen for part in option]

@@ -49,6 +49,7 @@ def ask_peft(base: Path, adapter: Path, question: str) -> str:
     return text.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_new_answer(tmp_path: Path) -> None:
     model = tmp_path / "demo"
