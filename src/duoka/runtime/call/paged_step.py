@@ -76,7 +76,7 @@ class SequenceGroup(NamedTuple):
 
 
 class StepTable(NamedTuple):
-    """What attention needs of a step on a device: `slots` [tokens], the slot mapping.
+    """The numbers of a step for attention, on a device: `slots` [tokens], the slot mapping.
 
     `numbers` are block tables (int32, see `PagedStep.split_tables`), or positions and pages to
     gather (see `PagedStep.parts`).

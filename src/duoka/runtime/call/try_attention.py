@@ -48,8 +48,8 @@ def find_fault(device: torch.device, head_dim: int) -> str:
     """Describe how attention over pages on a device differs from the CPU's; "" if it doesn't."""
     try:
         for window in (-1, 99):
-            expected, found = (_attend(where, head_dim, window) for where in ("cpu", device))
-            distance = float((found.cpu() - expected).norm() / expected.norm())
+            expected, computed = (_attend(where, head_dim, window) for where in ("cpu", device))
+            distance = float((computed.cpu() - expected).norm() / expected.norm())
             if not distance < _TOLERANCE:  # also NaN
                 return f"its results differ from the CPU's by {distance:.1%}"
     except torch.OutOfMemoryError:
