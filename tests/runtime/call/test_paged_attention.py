@@ -153,8 +153,8 @@ def test_rows_of_padding_have_a_sequence_of_their_own() -> None:
     for _ in range(40):
         chunks = chunks_of(rng, stories(rng, rng.randint(1, 6)))
         step = PagedStep(chunks, cache)
-        numbers = step.inputs(torch.device("cpu"))["step_table"].numbers
-        offsets, used, tables = step.split_tables(numbers)
+        table = step.inputs(torch.device("cpu"))["step_table"]
+        offsets, used, tables = step.block_tables(table)
         queries = offsets.diff()
         assert offsets[-1] == step.num_tokens
         assert queries.max() == step.max_queries

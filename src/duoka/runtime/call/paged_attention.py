@@ -32,7 +32,7 @@ from duoka.virtual import attention_numbers  # noqa: F401  (the CPU's kernel of 
 from .paged_cache import GatherWorkspace, Pages
 
 if TYPE_CHECKING:
-    from .paged_step import PagedStep, QueryTile, SequenceGroup, StepTable
+    from .paged_step import PagedStep, QueryTile, SequenceGroup
 
 _States = tuple[Tensor, Tensor, Tensor]  # queries, keys and values: [tokens, heads, head_dim]
 NAME = "duoka_paged"
@@ -113,7 +113,7 @@ def attend(
     attention_mask: Tensor | None,
     *,
     step: PagedStep | None = None,
-    step_table: StepTable | None = None,
+    step_table: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Write a step's keys and values into pages, and attend to all keys of each sequence.
@@ -145,15 +145,16 @@ def attend(
     states = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     pages = step.cache.layer(module.layer_idx, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    slots = step.slots(step_table)
     for cached, new in zip(pages, states[1:], strict=True):
-        cached.store(step_table.slots, new)
+        cached.store(slots, new)
     if not step.cache.capacity.has_block_tables:
         scoring = Scoring(scale, softcap, sinks)
-        gathered = _attend_gathered(states, pages, step, step_table.numbers, window, scoring)
+        gathered = _attend_gathered(states, pages, step, step_table, window, scoring)
         return gathered[None], None
     if softcap is not None or sinks is not None or query.shape[-1] != value.shape[-1]:
         raise ModelError(f"{type(module).__name__} can't read pages by block tables")
-    attended = _attend_in_place(states[0], pages, step, step_table.numbers, window, scale)
+    attended = _attend_in_place(states[0], pages, step, step_table, window, scale)
     return attended[None], None
 
 
@@ -161,13 +162,13 @@ def _attend_in_place(
     query: Tensor,
     pages: tuple[Pages, Pages],
     step: PagedStep,
-    numbers: Tensor,
+    table: Tensor,
     window: int,
     scale: float,
 ) -> Tensor:
     """Attend by FlashAttention with block tables; return [tokens, heads, head_dim]."""
     keys, values = pages[0].states, pages[1].states
-    offsets, used, block_table = step.split_tables(numbers)
+    offsets, used, block_table = step.block_tables(table)
     # Query i of n of a sequence with m keys attends to keys 0 … m - n + i; with a window of w, to
     # the last w of these. A single pass over the keys (num_splits=1) gives each sequence the same
     # result in any company. (Several passes are wrong for several sequences in torch 2.13: its

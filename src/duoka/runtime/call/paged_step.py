@@ -75,17 +75,6 @@ class SequenceGroup(NamedTuple):
     tiles: tuple[QueryTile, ...]
 
 
-class StepTable(NamedTuple):
-    """The numbers of a step for attention, on a device: `slots` [tokens], the slot mapping.
-
-    `numbers` are block tables (int32, see `PagedStep.split_tables`), or positions and pages to
-    gather (see `PagedStep.parts`).
-    """
-
-    slots: Tensor
-    numbers: Tensor
-
-
 class PagedStep:
     """The chunks of a step, arranged for attention.
 
@@ -151,43 +140,68 @@ class PagedStep:
         """Return the groups for layers with a sliding window of `window` tokens (0: no window)."""
         return self._groups[window]
 
-    # A step of t tokens and l rows of logits, for the windows 0 and w, is one tensor, which needs a
-    # single copy from the host:
+    # The table of t tokens and l rows of logits, for the windows 0 and w. As one tensor it needs a
+    # single copy from the host, and one more for each further device of a dispatched model.
     #
-    #     numbers                                         │ slots │ tokens │ …
-    #     0, 1, … gathered_tokens - 1 │ positions │ pages │ … │ [t]   │ [t]    │
-    #     the positions of keys       │ window 0          │ w │
+    #     0, 1, … gathered_tokens - 1 │ slots │ positions │ pages │ positions … │ inputs
+    #     the positions of keys       │ [t]   │ window 0          │ window w    │ [2t + l]
     #
-    # behind the tokens are their positions [t] and the rows of logits [l]. With block tables the
-    # numbers are [page_numbers], for all layers.
+    # The inputs are the tokens, their positions, and the rows of logits. Where attention reads
+    # pages in place, block tables are in the place of key positions, and of positions and pages:
+    #
+    #     slots │ block tables   │ inputs
+    #     [t]   │ [page_numbers] │ [2t + l]
     def parts(self, window: int) -> tuple[slice, slice]:
-        """Return slices of the numbers: positions in gathered keys, and pages to gather."""
+        """Return slices of the table: positions in gathered keys, and pages to gather."""
         capacity, number = self.cache.capacity, self.num_tokens
         at = self.cache.windows.index(window)
-        positions = capacity.gathered_tokens + at * (number + capacity.page_numbers)
+        positions = capacity.gathered_tokens + number + at * (number + capacity.page_numbers)
         end = positions + number
         return slice(positions, end), slice(end, end + capacity.page_numbers)
+
+    def slots(self, table: Tensor) -> Tensor:
+        """Return the slot mapping, [tokens]: the slot of the cache for each token."""
+        start = self.cache.capacity.gathered_tokens
+        return table[start : start + self.num_tokens]
+
+    def block_tables(self, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the block tables, all int32.
+
+        Returns
+        -------
+        offsets : Tensor
+            [sequences + 1]: the first row of each sequence, then the end (cu_seqlens).
+        used : Tensor
+            [sequences]: the number of keys of each sequence.
+        tables : Tensor
+            [sequences, context_pages]: the pages of each sequence.
+        """
+        capacity, number = self.cache.capacity, self.num_tokens
+        numbers = table[number : number + capacity.page_numbers].view(torch.int32)
+        rows, width = capacity.sequences + 1, capacity.context_pages
+        sizes = rows + 1, rows, rows * width
+        offsets, used, tables, _ = numbers.split((*sizes, len(numbers) - sum(sizes)))
+        return offsets, used, tables.view(rows, width)
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
         """Make the arguments of the model's `forward`; `logits_to_keep` is `last_rows`, [rows].
 
         The host doesn't wait for the device.
         """
-        capacity = self.cache.capacity
-        gathered, has_tables = capacity.gathered_tokens, capacity.has_block_tables
+        gathered = self.cache.capacity.gathered_tokens
         filled = pinned(torch.from_numpy(np.concatenate([*self._table_parts()])), device)
         table = torch.empty(gathered + len(filled), dtype=torch.long, device=device)
         torch.arange(gathered, out=table[:gathered])
         table[gathered:].copy_(filled, non_blocking=True)
-        sizes = self.num_tokens, self.num_tokens, self.num_tokens, len(self.last_rows)
-        numbers, slots, tokens, positions, rows = table.split((len(table) - sum(sizes), *sizes))
+        sizes = self.num_tokens, self.num_tokens, len(self.last_rows)
+        _, tokens, positions, rows = table.split((len(table) - sum(sizes), *sizes))
         return {
             "input_ids": tokens[None],
             "position_ids": positions[None],
             "logits_to_keep": rows,
             "use_cache": False,
             "step": self,
-            "step_table": StepTable(slots, numbers.view(torch.int32) if has_tables else numbers),
+            "step_table": table,
         }
 
     def _table_parts(self) -> Iterator[NDArray[np.int64]]:
@@ -199,15 +213,6 @@ class PagedStep:
         size, used = cache.capacity.page_tokens, len(self._chunk_of)
         starts = np.array([chunk.start for chunk in self.chunks])
         positions = np.arange(used) - self.offsets[self._chunk_of] + starts[self._chunk_of]
-        # Pages before the window of a chunk's first token aren't gathered. Window 6, pages of 4,
-        # positions 10 … 12: token 10 attends to 5 … 10, so page 0 is left out, and the positions,
-        # counted from the first gathered key, are 6 … 8.
-        for window in () if cache.capacity.has_block_tables else cache.windows:
-            firsts = np.array([_first_page(chunk, window, size) for chunk in self.chunks])
-            yield _padded(positions - firsts[self._chunk_of] * size, number)
-            yield _padded(self._form_groups(window, firsts), cache.capacity.page_numbers)
-        if cache.capacity.has_block_tables:
-            yield _padded(self._make_block_tables(), cache.capacity.page_numbers)
         # A chunk from position 35 on, with pages of 16 and the block table [7, 2, 9]: `first` is 2,
         # `pages` is [9], and the slots are 9 * 16 + 3, 9 * 16 + 4, …
         slots = np.full(number, cache.scratch_page * size)
@@ -219,6 +224,15 @@ class PagedStep:
                 pages[positions[tokens] // size - first] * size + positions[tokens] % size
             )
         yield slots
+        # Pages before the window of a chunk's first token aren't gathered. Window 6, pages of 4,
+        # positions 10 … 12: token 10 attends to 5 … 10, so page 0 is left out, and the positions,
+        # counted from the first gathered key, are 6 … 8.
+        for window in () if cache.capacity.has_block_tables else cache.windows:
+            firsts = np.array([_first_page(chunk, window, size) for chunk in self.chunks])
+            yield _padded(positions - firsts[self._chunk_of] * size, number)
+            yield _padded(self._form_groups(window, firsts), cache.capacity.page_numbers)
+        if cache.capacity.has_block_tables:
+            yield _padded(self._make_block_tables(), cache.capacity.page_numbers)
         yield _padded([token for chunk in self.chunks for token in chunk.tokens], number)
         yield _padded(positions, number)
         yield np.array(self.last_rows, np.int64)
@@ -232,7 +246,7 @@ class PagedStep:
     #
     # Padding has a sequence of its own over the scratch page, with as many keys as queries.
     def _make_block_tables(self) -> NDArray[np.int64]:
-        """Return the numbers of block tables: pairs of int32 as int64."""
+        """Return the block tables: pairs of int32 as int64."""
         capacity, rows = self.cache.capacity, self.cache.capacity.sequences + 1
         offsets, used = np.zeros(rows + 1, np.int32), np.zeros(rows, np.int32)
         tables = np.full((rows, capacity.context_pages), self.cache.scratch_page, np.int32)
@@ -248,23 +262,6 @@ class PagedStep:
         self.max_queries = int(np.diff(offsets).max())
         numbers = np.concatenate([offsets, used, tables.ravel()])
         return np.resize(numbers, len(numbers) + len(numbers) % 2).view(np.int64)
-
-    def split_tables(self, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the parts of block tables, the numbers of a `StepTable`.
-
-        Returns
-        -------
-        offsets : Tensor
-            [sequences + 1]: the first row of each sequence, then the end (cu_seqlens).
-        used : Tensor
-            [sequences]: the number of keys of each sequence.
-        tables : Tensor
-            [sequences, context_pages]: the pages of each sequence.
-        """
-        rows, width = self.cache.capacity.sequences + 1, self.cache.capacity.context_pages
-        sizes = rows + 1, rows, rows * width
-        offsets, used, tables, _ = numbers.split((*sizes, len(numbers) - sum(sizes)))
-        return offsets, used, tables.view(rows, width)
 
     def _form_groups(self, window: int, firsts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Form the groups for a window; return the block tables of all groups, concatenated."""
