@@ -113,26 +113,12 @@ def test_a_tensor_changed_in_place_moves_again() -> None:
     assert model.blocks[1].last[0][0] is not model.blocks[2].last[0][0]
 
 
-def test_inference_tensors_of_the_caller_move_each_time() -> None:
+def test_inference_tensors_move_each_time() -> None:
     model = stack("cpu", "meta", "meta")
     model.script = call_all(model)
     with torch.inference_mode():
         model(torch.ones(2))
     assert model.blocks[1].last[0][0] is not model.blocks[2].last[0][0]
-
-
-def test_tensors_of_the_model_move_once_in_inference_mode() -> None:
-    model = stack("cpu", "meta", "meta")
-
-    def script() -> None:
-        mask = torch.ones(2)
-        model.blocks[1](mask)
-        model.blocks[2](mask)
-
-    model.script = script
-    with torch.inference_mode():
-        model()
-    assert model.blocks[1].last[0][0] is model.blocks[2].last[0][0]
 
 
 def test_a_copy_made_in_inference_mode_is_not_used_outside() -> None:

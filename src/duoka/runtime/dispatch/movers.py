@@ -3,7 +3,7 @@
 A copy is remembered for one top-level call, so that a mask which forty layers read is copied once
 per stage. The copy is reused only for the same tensor object at the same version, and dropped as
 soon as its source dies, so that hidden states don't live longer than on a single device. Tensors
-without a version (made in inference mode by the caller) are copied each time.
+without a version (inference mode) are copied each time.
 
 Outside a top-level call (in a checkpointed region that backward recomputes in one of autograd's
 threads) arguments are moved, but no copy is remembered.
@@ -52,13 +52,7 @@ class Frames(threading.local):
         return call(*args, **kwargs) if self.stack else self.run_top(call, *args, **kwargs)
 
     def run_top(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a top-level call in a frame of its own; drop its copies at the end, on errors too.
-
-        In inference mode it runs in `no_grad` instead, where copies can be remembered.
-        """
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
-                return self.run_top(call, *args, **kwargs)
+        """Run a top-level call in a frame of its own; drop its copies at the end, on errors too."""
         self.stack.append(Frame())
         try:
             return call(*args, **kwargs)
