@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from duoka.checkpoint.architecture import refuse_unbuildable
+from duoka.checkpoint.architecture import reads_block_tables, refuse_unbuildable
 from duoka.errors import ModelError
 from duoka.tools.demo.checkpoint import CONFIG
 
@@ -49,7 +49,7 @@ def test_models_that_there_are(published_data: Path) -> None:
 def test_types_are_known_without_importing_transformers() -> None:
     script = (
         "import sys\n"
-        "from duoka.checkpoint.architecture import refuse_unbuildable\n"
+        "from duoka.checkpoint.architecture import reads_block_tables, refuse_unbuildable\n"
         "from duoka.errors import ModelError\n"
         f"refuse_unbuildable({LLAMA})\n"
         "try: refuse_unbuildable({'model_type': 'llamma', 'n_layer': 2})\n"
@@ -61,3 +61,35 @@ def test_types_are_known_without_importing_transformers() -> None:
     )
     assert "model_type 'llamma' is supported neither" in done.stdout
     assert "did you mean 'llama'" in done.stdout
+
+
+HEADS = {"hidden_size": 4096, "num_attention_heads": 32}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({**HEADS}, True),
+        ({**HEADS, "head_dim": 256}, True),
+        ({"n_embd": 768, "n_head": 12}, True),
+        ({"hidden_size": 4096, "num_attention_heads": 32, "kv_channels": 128}, True),
+        ({"text_config": HEADS, "vision_config": {"hidden_size": 1000}}, True),
+        ({**HEADS, "attn_logit_softcapping": None}, True),
+        ({**HEADS, "attn_logit_softcapping": 50.0}, False),
+        ({**HEADS, "model_type": "gemma2"}, False),  # its default is a soft cap
+        ({**HEADS, "model_type": "gpt_oss"}, False),
+        ({"text_config": {**HEADS, "model_type": "granitemoe_swa"}}, False),
+        ({**HEADS, "kv_lora_rank": 512}, False),
+        ({**HEADS, "v_head_dim": 128}, False),
+        ({**HEADS, "head_dim": 100}, False),
+        ({**HEADS, "head_dim": 512}, False),
+        ({**HEADS, "head_dim": 256, "global_head_dim": 512}, False),
+        ({}, False),
+    ],
+)
+def test_which_caches_are_read_in_place(
+    config: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert reads_block_tables(config) is expected
+    monkeypatch.setenv("DUOKA_ATTENTION", "gather")
+    assert not reads_block_tables(config)

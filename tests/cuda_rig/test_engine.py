@@ -26,6 +26,9 @@ WORK = duoka.Workload(
     cache="paged", batch=3, prompt_tokens=100, new_tokens=28, dtype="float32",
     prefill_chunk_tokens=20, pages=20,
 )  # fmt: skip
+# FlashAttention reads pages in place.
+HALF = replace(WORK, dtype="bfloat16", page_tokens=256)
+WORKS = {"float32": WORK, "bfloat16": HALF}
 PROMPTS = [[*range(length)] for length in (1, 5, 17, 60, 100)]
 
 
@@ -52,7 +55,7 @@ def test_a_thread_warms_up_and_takes_what_is_forecast(
     In bfloat16 FlashAttention reads the pages by block tables.
     """
     model = tuning.write_model(family, tmp_path / "model")
-    plan = duoka.plan(model, "1GiB", replace(WORK, dtype=dtype))
+    plan = duoka.plan(model, "1GiB", WORKS[dtype])
     assert plan.workload.page_tokens == (16 if dtype == "float32" else 256)
     with Engine(plan) as engine:
         for temperature in (0.0, 1.0):
@@ -111,7 +114,7 @@ def test_attention_is_tested_on_the_gpu_before_it_reads_pages_in_place(
     """Outside of `values()` a kernel computes nothing, as a faulty one; the engine gathers then."""
     monkeypatch.delenv("DUOKA_ATTENTION")
     model = tuning.write_model("llama", tmp_path / "model")
-    plan = duoka.plan(model, "1GiB", replace(WORK, dtype="bfloat16"))
+    plan = duoka.plan(model, "1GiB", HALF)
     if not is_right:
         assert try_attention.find_fault(torch.device("cuda", 0), 8)  # kept for this process
     with Engine(plan) as engine:
@@ -134,7 +137,7 @@ LOG = Path(tempfile.gettempdir()) / f"duoka-staged-{os.getpid()}"
 def test_processes_take_what_is_forecast_and_wait_once_per_step(dtype: Any, tmp_path: Path) -> None:
     """A stage's host waits for its results, in a thread; activations are in pinned memory."""
     model = tuning.write_model("llama", tmp_path / "model")
-    plan = duoka.plan(model, "1GiB,1GiB", replace(WORK, dtype=dtype), use_all=True)
+    plan = duoka.plan(model, "1GiB,1GiB", WORKS[dtype], use_all=True)
     params = SamplingParams(max_new_tokens=20, min_new_tokens=20)
     with Engine(plan, processes=True) as engine:
         engine.generate([[1, 2, 3]], params)
@@ -157,7 +160,7 @@ def test_processes_take_what_is_forecast_and_wait_once_per_step(dtype: Any, tmp_
 )
 def test_a_lost_gpu_ends_the_processes(lost: str, tmp_path: Path) -> None:
     model = tuning.write_model("llama", tmp_path / "model")
-    plan = duoka.plan(model, "1GiB,1GiB", replace(WORK, dtype="bfloat16"), use_all=True)
+    plan = duoka.plan(model, "1GiB,1GiB", HALF, use_all=True)
     params = SamplingParams(max_new_tokens=20, min_new_tokens=20)
     begin = time.monotonic()
     with (

@@ -100,7 +100,11 @@ def test_what_was_forecast_is_what_it_takes(plan: duoka.Plan, engine: Engine) ->
         ("tied", 2, {}),
         ("llama", 3, {}),
         ("llama", 2, {"cache": "paged-int8"}),
-        ("llama", 2, {"dtype": "bfloat16"}),  # FlashAttention reads pages in place
+        (
+            "llama",
+            2,
+            {"dtype": "bfloat16", "page_tokens": 256},
+        ),  # FlashAttention reads pages in place
     ],
 )
 def test_processes_take_what_was_forecast(

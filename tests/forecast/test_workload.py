@@ -185,3 +185,13 @@ def test_adapters_may_lie_beside_quantized_weights() -> None:
             replace(work, quantize=form, training=Training(method="full"))
     with pytest.raises(UsageError, match="whose kernels"):
         replace(work, quantize="int4")
+
+
+def test_pages_of_another_kind_of_cache_have_16_tokens() -> None:
+    work = Workload(cache="paged", page_tokens=256)
+    assert work.conditions.has_block_tables
+    for cache in ("paged-int8", "dynamic", "int8"):
+        other = replace(work, cache=cache)
+        assert (other.page_tokens, other.conditions.has_block_tables) == (16, False)
+    with pytest.raises(UsageError, match="page_tokens is 32"):
+        Workload(cache="paged", page_tokens=32)

@@ -50,8 +50,10 @@ _NAMED_TYPE = re.compile(r'[("]([a-z][\w.+-]*)"', re.ASCII)
 # Attention that FlashAttention doesn't have: soft caps, sinks, and values with a head size of their
 # own.
 _UNLIKE_FLASH = re.compile(
-    r'"(attn_logit_softcapping": [\d.]|(kv_lora_rank|v_head_dim)": \d|model_type": "gpt_oss")'
+    r'"((attn_logit_softcapping|kv_lora_rank|v_head_dim)": \d|'
+    r'model_type": "(gemma2|vaultgemma|gpt_oss|granite_swa|granitemoe_swa|flint))'
 )
+_HEAD_DIM = re.compile(r'head_dim": (\d+)')  # some models have another one in some layers
 _MOST_HEAD_DIM, _HEAD_DIM_MULTIPLE = 256, 8
 _FIRST_TORCH = Version("2.13")  # the first one whose `varlen_attn` has all that the engine needs
 _OF_IMAGES = re.compile(r'(vision|image|visual|pixel|patch)[^"]*":')
@@ -93,11 +95,12 @@ def reads_block_tables(config: Mapping[str, Any]) -> bool:
     heads = find("num_attention_heads", "n_head", "n_heads")
     head_dim = find("head_dim", "kv_channels")
     head_dim = head_dim or find("hidden_size", "n_embd", "d_model") // (heads or 1)
+    head_dims = [head_dim, *map(int, _HEAD_DIM.findall(json.dumps(sizes)))]
     return (
         os.environ.get("DUOKA_ATTENTION") != "gather"
         and Version(version("torch")) >= _FIRST_TORCH
-        and 0 < head_dim <= _MOST_HEAD_DIM
-        and not head_dim % _HEAD_DIM_MULTIPLE
+        and 0 < min(head_dims) <= max(head_dims) <= _MOST_HEAD_DIM
+        and not any(size % _HEAD_DIM_MULTIPLE for size in head_dims)
         and not _UNLIKE_FLASH.search(json.dumps(config))
     )
 

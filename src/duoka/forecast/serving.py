@@ -95,7 +95,10 @@ class Capacity:
             context_tokens=workload.context_tokens,
             pages=workload.pages or least_pages(workload),
             page_tokens=workload.page_tokens,
-            step_tokens=max(chunk or workload.prompt_tokens, workload.batch),
+            step_tokens=min(
+                max(chunk or workload.prompt_tokens, workload.batch),
+                workload.batch * workload.context_tokens,
+            ),
             is_int8=workload.has_int8_cache,
         )
 

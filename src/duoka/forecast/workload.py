@@ -196,8 +196,8 @@ class Workload:
     pages : int, optional
         Pages of a paged cache; by default as many as fit.
     page_tokens : {16, 256}
-        Tokens of a page of a paged cache; planning sets it. FlashAttention reads pages of 256
-        tokens in place, and any other attention gathers the pages first.
+        Tokens of a page of a paged cache; planning sets it unless `pages` are given. FlashAttention
+        reads pages of 256 tokens in place, and any other attention gathers the pages first.
     gpu_generation : GpuGeneration
         Generation of the GPUs; planning sets it to that of the fleet.
     training : Training, optional
@@ -250,6 +250,8 @@ class Workload:
         self._refuse_too_many()
         self._check_parts()
         choose("cache", self.cache, CACHES)
+        if self.cache != "paged":  # also of a workload whose cache has been changed
+            object.__setattr__(self, "page_tokens", PAGE_TOKENS)
         self._check_pages()
         choose("logits", self.logits, get_args(Logits))
 

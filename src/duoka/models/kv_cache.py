@@ -1,6 +1,6 @@
 """KV caches: the keys and values of earlier tokens, on the device of their layer.
 
-There are two kinds (`Workload.cache`), apart from paged caches (`runtime.call.paged_attention`).
+There are two kinds (`Workload.cache`), apart from paged caches (`runtime.call.paged_cache`).
 "dynamic" is transformers' `DynamicCache`: each step copies it into a longer one. "int8" grows in
 the same way, and stores each token's keys and values as 8-bit integers with a scale for each head.
 

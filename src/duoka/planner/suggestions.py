@@ -15,7 +15,13 @@ from typing import Any, Literal
 from duoka.base.units import format_bytes
 from duoka.errors import DuokaError, WayOut
 from duoka.forecast.profile import Profile
-from duoka.forecast.workload import DTYPE_BYTES, Training, Workload
+from duoka.forecast.workload import (
+    BLOCK_TABLE_PAGE_TOKENS,
+    DTYPE_BYTES,
+    PAGE_TOKENS,
+    Training,
+    Workload,
+)
 
 from .command_line import change
 from .gpu_upgrades import upgrades
@@ -253,7 +259,13 @@ class SuggestionSearch:
             return None
         try:
             profile = self._profile_for(problem.workload)
-            if profile is None or not is_conceivable(profile, problem):
+            if profile is None:
+                return None
+            # The page size may change with the cache and the GPUs.
+            has_tables = profile.conditions.has_block_tables
+            size = BLOCK_TABLE_PAGE_TOKENS if has_tables else PAGE_TOKENS
+            problem = replace(problem, workload=replace(problem.workload, page_tokens=size))
+            if not is_conceivable(profile, problem):
                 return None
             return solve(profile, problem) or None
         except DuokaError:

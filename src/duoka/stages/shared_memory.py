@@ -142,24 +142,27 @@ def connect(number: int) -> list[list[int]]:
 class _Notifier:
     """Calls functions after the copies before them, in a thread of its own, one after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._entries: SimpleQueue[tuple[torch.cuda.Event, Sequence[Call]]] = SimpleQueue()
         self._error: Exception | None = None
         self.on_error: Callable[[Exception], object] = repr  # without an effect
         threading.Thread(target=self._run, daemon=True).start()
 
-    def put(self, calls: Sequence[Call], after: torch.device) -> None:
-        """Queue functions, to be called after all work that is now queued on a device.
+    def put(self, calls: Sequence[Call]) -> None:
+        """Queue functions, to be called after all work that is now queued on the device.
 
         Raises the error of an earlier function.
         """
         if self._error is not None:
             raise self._error
         event = torch.cuda.Event(blocking=True)
-        event.record(torch.cuda.current_stream(after))
+        event.record(torch.cuda.current_stream(self._device))
         self._entries.put((event, calls))
 
     def _run(self) -> None:
+        # Otherwise waiting for an event may start CUDA on GPU 0, which takes memory there.
+        torch.cuda.set_device(self._device)
         while True:
             event, calls = self._entries.get()
             try:
@@ -167,8 +170,8 @@ class _Notifier:
                 for call in calls:
                     call()
             except Exception as error:  # a lost GPU or process: the main thread raises it, too
-                self._error = error
                 self.on_error(error)
+                self._error = error
 
 
 class SharedMemoryChannel:
@@ -204,7 +207,7 @@ class SharedMemoryChannel:
         self._notifier, self._unsent = None, list[Call]()
         if device.type == "cuda":
             memory.pin()
-            self._notifier = _Notifier()
+            self._notifier = _Notifier(device)
 
     def send(self, message: TensorMessage, tensor: Tensor) -> None:
         """See `Channel`."""
@@ -234,7 +237,7 @@ class SharedMemoryChannel:
         if self._notifier is None or not self._unsent:
             call()
         else:
-            self._notifier.put((*self._unsent, call), after=self._device)
+            self._notifier.put((*self._unsent, call))
             self._unsent.clear()
 
     def receive(self, message: TensorMessage, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -308,6 +308,8 @@ def _run_flash_over_pages(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     Only a single pass over the keys is supported (`num_splits=1`).
     """
     plain, gpu = op_call.unwrap(func, args, kwargs)
+    if gpu.world.generation.before_ampere:
+        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
     out, rows, seed = attention_numbers.attend_over_pages(*plain.args)
     results = place(out, gpu), place(rows, gpu)
     # The kernel's own state of random numbers lives as long as the call, which returns another one.

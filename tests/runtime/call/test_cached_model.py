@@ -18,6 +18,7 @@ from tiers import only
 from transformers.generation import utils as generation
 
 import duoka
+from duoka import virtual
 from duoka.engine import Completion, Engine, Grammar, SamplingParams, open_executor
 from duoka.errors import MachineError, ModelError, UsageError
 from duoka.models.text.messages import ChatMessage
@@ -121,6 +122,7 @@ def answer_all_planned(plan: duoka.Plan, prompts: list[Any]) -> None:
 
     Caches that are made one by one may lie less densely than those of a batch.
     """
+    virtual.set_gpus([1])  # whose memory isn't that of an earlier test
     devices.materialise(plan.fleet)
     for device in plan.devices:
         devices.reset_peaks(device)

@@ -17,6 +17,7 @@ from duoka.engine.request import SamplingParams
 from duoka.engine.sampler import SamplingRow
 from duoka.errors import ModelError
 from duoka.forecast.serving import FIRST, Capacity
+from duoka.forecast.workload import Workload
 from duoka.models.cache_argument import CACHE
 from duoka.models.kv_cache import Int8Layer
 from duoka.runtime.call import paged_attention
@@ -162,6 +163,23 @@ def test_rows_of_padding_have_a_sequence_of_their_own() -> None:
         padding = step.num_tokens - sum(len(chunk.tokens) for chunk in chunks)
         assert used[len(chunks) :].tolist() == [padding, *[0] * (6 - len(chunks))]
         assert (tables[len(chunks) :] == cache.scratch_page).all()
+
+
+@pytest.mark.parametrize(
+    ("batch", "context", "chunk"), [(1, 200, 2048), (4, 256, 2048), (9, 3, 512)]
+)
+def test_padding_alone_has_block_tables_at_every_size(batch: int, context: int, chunk: int) -> None:
+    """Also where a prefill chunk is longer than a context."""
+    work = Workload(
+        cache="paged", batch=batch, prompt_tokens=context - 1, new_tokens=1, pages=9,
+        prefill_chunk_tokens=chunk, page_tokens=256,
+    )  # fmt: skip
+    capacity = Capacity.of(work)
+    for size in capacity.steps():
+        step = PagedStep.of_size(size, PagedCache(capacity))
+        offsets, used, _ = step.block_tables(step.inputs(torch.device("cpu"))["step_table"])
+        assert offsets[-1] == size.tokens
+        assert (offsets.diff() <= used).all()
 
 
 @pytest.mark.parametrize("option", [{"softcap": 0.7}, {"s_aux": torch.zeros(HEADS)}])

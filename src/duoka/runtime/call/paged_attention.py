@@ -7,10 +7,10 @@ and the pages with the sequence's earlier tokens.
 Pages of 256 tokens are read in place by FlashAttention, in one kernel for all sequences of a step,
 by means of block tables: without workspace, mask or padding of keys.
 
-Keys and values in smaller pages are gathered, page by page, into a workspace of constant size.
-8-bit pages are multiplied by their scales there (rounded as in `models.kv_cache.Int8Layer`). Masks
-have a workspace too, and so have scores where no fused kernel can be used (sinks, soft caps). Only
-the number of tokens and the number of queries in a tile differ from step to step.
+Where that is impossible, keys and values are gathered, page by page, into a workspace of constant
+size. 8-bit pages are multiplied by their scales there (rounded as in `models.kv_cache.Int8Layer`).
+Masks have a workspace too, and so have scores where no fused kernel can be used (sinks, soft caps).
+Only the number of tokens and the number of queries in a tile differ from step to step.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ NAME_WITHOUT_MASKS = "duoka_paged_without_masks"
 _MOST_SCORES = 2**24
 # Fused kernels need head sizes that are a multiple of this number.
 _ALIGNED = 8
+_MOST_HEAD_DIM = 256  # of FlashAttention
 # transformers' mask functions by which a token attends only to earlier tokens of its sequence.
 _CAUSAL_MASKS = {
     "causal_mask_function", "sliding_window_overlay", "and_masks",
@@ -152,7 +153,9 @@ def attend(
         scoring = Scoring(scale, softcap, sinks)
         gathered = _attend_gathered(states, pages, step, step_table, window, scoring)
         return gathered[None], None
-    if softcap is not None or sinks is not None or query.shape[-1] != value.shape[-1]:
+    head_dim = query.shape[-1]
+    is_sized = head_dim == value.shape[-1] <= _MOST_HEAD_DIM and not head_dim % _ALIGNED
+    if softcap is not None or sinks is not None or not is_sized:
         raise ModelError(f"{type(module).__name__} can't read pages by block tables")
     attended = _attend_in_place(states[0], pages, step, step_table, window, scale)
     return attended[None], None

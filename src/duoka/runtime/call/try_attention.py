@@ -13,6 +13,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from duoka.virtual import attention_numbers  # noqa: F401  (the CPU's kernel of `varlen_attn`)
 
+from ..devices import give_back
 from ..lost_gpu import find_lost_gpu
 
 _LOG = logging.getLogger(__name__)
@@ -58,6 +59,8 @@ def find_fault(device: torch.device, head_dim: int) -> str:
         if lost := find_lost_gpu(error):
             raise lost from error
         return str(error).partition("\n")[0][:200]
+    finally:
+        give_back()  # it isn't in the forecast
     return ""
 
 

@@ -180,9 +180,12 @@ def describe_error(error: Exception) -> str:
     return str(error).partition("\n")[0][:_MAX_CHARACTERS]
 
 
-def _replica_workload(work: Workload, copies: int = 1) -> Workload:
+def _replica_workload(
+    checkpoint: Checkpoint, work: Workload, fleet: Fleet, copies: int = 1
+) -> Workload:
     """Return the workload of one replica: its share of the requests, and pages for them."""
-    part = replace(work, batch=-(-work.batch // copies))
+    part = replace(work, batch=-(-work.batch // copies), gpu_generation=fleet.gpu_generation)
+    part = workload_for(checkpoint, part)  # the size of pages depends on the GPUs
     return replace(part, pages=part.batch * least_pages(part))
 
 
@@ -215,7 +218,7 @@ def _split(checkpoint: Checkpoint, request: PlanRequest, fleet: Fleet, name: str
     """Plan one replica on all devices of a fleet; an error becomes the deployment's `trouble`."""
     deployment = Deployment(name=name, weights=_weight_format(request.workload))
     try:
-        whole = replace(request, workload=_replica_workload(request.workload))
+        whole = replace(request, workload=_replica_workload(checkpoint, request.workload, fleet))
         plan = plan_request(checkpoint, whole, fleet, suggest=False)
     except DuokaError as error:
         return replace(deployment, trouble=describe_error(error))
@@ -226,7 +229,8 @@ def _replicas(checkpoint: Checkpoint, request: PlanRequest, fleet: Fleet) -> Ite
     """Yield the deployment with the most replicas, if at least two fit."""
     num_copies = min(len(fleet.devices), request.workload.batch)
     for number in range(num_copies, 1, -1):
-        part = replace(request, workload=_replica_workload(request.workload, number))
+        workload = _replica_workload(checkpoint, request.workload, fleet, number)
+        part = replace(request, workload=workload)
         try:
             plans = plan_copies(checkpoint, part, fleet, number, suggest=False).plans
         except DuokaError:  # too little memory, or too many ways to assign GPUs
