@@ -146,7 +146,7 @@ class _Notifier:
         self._device = device
         self._entries: SimpleQueue[tuple[torch.cuda.Event, Sequence[Call]]] = SimpleQueue()
         self._error: Exception | None = None
-        self.on_error: Callable[[Exception], object] = repr  # without an effect
+        self.on_error: Callable[[Exception], object] | None = None
         threading.Thread(target=self._run, daemon=True).start()
 
     def put(self, calls: Sequence[Call]) -> None:
@@ -170,7 +170,8 @@ class _Notifier:
                 for call in calls:
                     call()
             except Exception as error:  # a lost GPU or process: the main thread raises it, too
-                self.on_error(error)
+                if self.on_error is not None:
+                    self.on_error(error)
                 self._error = error
 
 
@@ -234,11 +235,16 @@ class SharedMemoryChannel:
 
         On CUDA tensors are sent by this call, or before the channel waits for one, by one event.
         """
-        if self._notifier is None or not self._unsent:
-            call()
+        if self._unsent:
+            self._notify(call)
         else:
-            self._notifier.put((*self._unsent, call))
-            self._unsent.clear()
+            call()
+
+    def _notify(self, *calls: Call) -> None:
+        """Notify the receivers of all tensors sent so far when they have been copied, then call."""
+        assert self._notifier is not None, "tensors of other devices are sent at once"
+        self._notifier.put((*self._unsent, *calls))
+        self._unsent.clear()
 
     def receive(self, message: TensorMessage, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See `Channel`; raise EOFError or OSError if the other process has ended."""
@@ -246,7 +252,7 @@ class SharedMemoryChannel:
         if peer is None:
             return self._local.receive(message, sizes, dtype)
         if self._unsent:
-            self.after_sends(int)  # nothing more to call
+            self._notify()
         begin = time.perf_counter()
         while message not in self._arrived:
             self._arrived.add(TensorMessage(*peer.recv()))

@@ -157,32 +157,49 @@ def attend(
     is_sized = head_dim == value.shape[-1] <= _MOST_HEAD_DIM and not head_dim % _ALIGNED
     if softcap is not None or sinks is not None or not is_sized:
         raise ModelError(f"{type(module).__name__} can't read pages by block tables")
-    attended = _attend_in_place(states[0], pages, step, step_table, window, scale)
-    return attended[None], None
+    tables, most = step.block_tables(step_table), step.max_queries
+    stored = pages[0].states, pages[1].states
+    return attend_in_place(states[0], *stored, tables, most, scale=scale, window=window)[None], None
 
 
-def _attend_in_place(
+def attend_in_place(
     query: Tensor,
-    pages: tuple[Pages, Pages],
-    step: PagedStep,
-    table: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: tuple[Tensor, Tensor, Tensor],
+    max_queries: int,
+    *,
+    scale: float | None,
     window: int,
-    scale: float,
 ) -> Tensor:
-    """Attend by FlashAttention with block tables; return [tokens, heads, head_dim]."""
-    keys, values = pages[0].states, pages[1].states
-    offsets, used, block_table = step.block_tables(table)
+    """Attend by FlashAttention with block tables.
+
+    Parameters
+    ----------
+    query : Tensor
+        [tokens, heads, head_dim], as the result.
+    keys, values : Tensor
+        Pages: [pages, page_tokens, key heads, head_dim].
+    tables : tuple
+        See `PagedStep.block_tables`.
+    max_queries : int
+        The most queries of a sequence.
+    scale : float, optional
+    window : int
+        The sliding window in tokens; 0 for full attention.
+    """
     # Query i of n of a sequence with m keys attends to keys 0 … m - n + i; with a window of w, to
     # the last w of these. A single pass over the keys (num_splits=1) gives each sequence the same
     # result in any company. (Several passes are wrong for several sequences in torch 2.13: its
     # issue 194167.)
-    attended: Any = varlen_attn(
+    offsets, used, block_table = tables
+    attended = varlen_attn(
         query,
         keys,
         values,
         offsets,
         offsets,  # not read, since `seqused_k` has the numbers of keys
-        step.max_queries,
+        max_queries,
         block_table.shape[1] * keys.shape[1],
         scale=scale,
         window_size=(window - 1, 0),  # (-1, 0) without a window
@@ -191,7 +208,8 @@ def _attend_in_place(
         block_table=block_table,
         num_splits=1,
     )
-    return attended  # type: ignore[no-any-return]
+    assert isinstance(attended, Tensor), "no logsumexps are requested"
+    return attended
 
 
 def _attend_gathered(

@@ -60,8 +60,7 @@ class PagedModel:
         windows = _windows_of(model)
         devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
         if capacity.has_block_tables:
-            head_dim = _head_dim(model)
-            is_usable = all(reads_in_place(device, head_dim) for device in devices)
+            is_usable = all(reads_in_place(device, _head_dim(model)) for device in devices)
             capacity = replace(capacity, gathers=not is_usable)
         self.cache = PagedCache(capacity, {0, *windows})
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -129,9 +128,9 @@ class PagedModel:
         a `row`, in the caller's order, then padding.
         """
         inputs = step.inputs(device)
-        rows = inputs.pop("logits_to_keep")
-        if self._is_spread:  # the hidden states needn't be on the device of the inputs
-            rows = step.last_rows
+        on_device = inputs.pop("logits_to_keep")
+        # On several devices the hidden states needn't be on the device of the inputs.
+        rows = step.last_rows if self._is_spread else on_device
         if self._takes_rows:
             inputs["logits_to_keep"] = rows
 
@@ -182,8 +181,8 @@ def reads_pages(model: PreTrainedModel) -> bool:
 def _head_dim(model: PreTrainedModel) -> int:
     """Return the head size of a model's attention."""
     config = model.config.get_text_config(decoder=True)
-    head_dim: int | None = getattr(config, "head_dim", None)
-    return head_dim or config.hidden_size // config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None)
+    return int(head_dim or config.hidden_size // config.num_attention_heads)
 
 
 def _windows_of(model: PreTrainedModel) -> list[int]:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
-
-from duoka.virtual import attention_numbers  # noqa: F401  (the CPU's kernel of `varlen_attn`)
 
 from ..devices import give_back
 from ..lost_gpu import find_lost_gpu
+from .paged_attention import attend_in_place
 
 _LOG = logging.getLogger(__name__)
 _PAGE_TOKENS, _PAGES, _HEADS, _KEY_HEADS = 256, 8, 8, 2
@@ -33,8 +30,7 @@ def reads_in_place(device: torch.device, head_dim: int) -> bool:
     choice = os.environ.get("DUOKA_ATTENTION")
     if device.type != "cuda" or choice in ("flash", "gather"):
         return choice != "gather"
-    fault = find_fault(device, head_dim)
-    if fault:
+    if fault := find_fault(device, head_dim):
         _LOG.warning(
             "%s: FlashAttention over pages can't be used (%s); keys and values are gathered, which "
             "is slower and takes more memory than forecast",
@@ -48,7 +44,7 @@ def reads_in_place(device: torch.device, head_dim: int) -> bool:
 def find_fault(device: torch.device, head_dim: int) -> str:
     """Describe how attention over pages on a device differs from the CPU's; "" if it doesn't."""
     try:
-        for window in (-1, 99):
+        for window in (0, 100):
             expected, computed = (_attend(where, head_dim, window) for where in ("cpu", device))
             distance = float((computed.cpu() - expected).norm() / expected.norm())
             if not distance < _TOLERANCE:  # also NaN
@@ -78,9 +74,7 @@ def _attend(device: str | torch.device, head_dim: int, window: int) -> Tensor:
     keys, values = (draw(_PAGES, _PAGE_TOKENS, _KEY_HEADS) for _ in range(2))
     offsets = numbers([sum(_QUERIES[:row]) for row in range(len(_QUERIES) + 1)])
     tables = numbers([[5, 0, 3], [2, 7, 7], [6, 1, 7], [4, 7, 7], [7, 7, 7], [7, 7, 7]])
-    attended: Any = varlen_attn(
-        query, keys, values, offsets, offsets, max(_QUERIES), tables.shape[1] * _PAGE_TOKENS,
-        window_size=(window, 0), enable_gqa=True, seqused_k=numbers(_KEYS), block_table=tables,
-        num_splits=1,
+    return attend_in_place(
+        query, keys, values, (offsets, numbers(_KEYS), tables), max(_QUERIES),
+        scale=None, window=window,
     )  # fmt: skip
-    return attended  # type: ignore[no-any-return]
