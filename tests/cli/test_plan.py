@@ -81,3 +81,14 @@ def test_a_plan_for_requests_counts_pages(tiny: Path, program: Program, tmp_path
     assert workload.cache == "paged-int8"
     assert workload.pages is not None
     assert workload.pages > 1.5 * plan.workload.pages
+
+
+@pytest.mark.slow
+def test_what_serve_refuses_is_not_suggested_with_it(
+    published_data: Path, program: Program, tmp_path: Path
+) -> None:
+    shutil.copy(published_data / "configs/glm-4-9b-chat.json", tmp_path / "config.json")
+    done = program("plan", tmp_path, "--serve", "--gpus", "12GiB", "--context", "8K")
+    assert done.returncode == 7
+    assert "--serve --gpus 12GiB --context 8K --quantize int8" in done.stderr
+    assert "--offload" not in done.stderr

@@ -133,7 +133,8 @@ class SuggestionSearch:
             if not shorter and problems[0].largest is None and problems[0].device_map is None:
                 problems.append(replace(problems[0], largest="context"))
             yield from self._try(scheme, *dict.fromkeys(problems))
-        yield from self._offload()
+        # `--serve` refuses offloaded weights: a suggestion must work when followed.
+        yield from () if self._workload.is_paged else self._offload()
 
     def _shorten(self) -> Iterator[WayOut]:
         """Suggest the longest context that fits."""
