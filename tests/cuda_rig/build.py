@@ -87,15 +87,18 @@ def stubs_for(defined_in: Iterable[Path], importing: Iterable[Path]) -> str:
     """
     defined = symbols("--defined-only", *defined_in)
     wanted = symbols("-D", "--undefined-only", *importing)
-    lines = ["void rig_stub(const char *name, int computes);"]
+    lines = ["int rig_stub(const char *name, const void *handle, int computes);"]
     for name in sorted(wanted - defined):
         if LEFT_TO_THE_REAL_ONE.match(name):
             continue
         if COMPUTING.match(name):
             computes = int(BOOKKEEPING.search(name) is None)
-            lines.append(f'int {name}(void) {{ rig_stub("{name}", {computes}); return 0; }}')
+            body = f'return rig_stub("{name}", handle, {computes});'
         elif SYSTEM.match(name):
-            lines.append(f'int {name}(void) {{ rig_stub("{name}", 0); return {NOT_SUPPORTED}; }}')
+            body = f'rig_stub("{name}", 0, 0); return {NOT_SUPPORTED};'
+        else:
+            continue
+        lines.append(f"int {name}(const void *handle) {{ {body} }}")
     return "\n".join(lines) + "\n"
 
 

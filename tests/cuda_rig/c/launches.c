@@ -1,6 +1,6 @@
 /* Kernels: which were compiled in, and that they are started. None is run. */
 
-#include "rig.h"
+#include "graphs.h"
 
 #include <stdlib.h>
 
@@ -88,38 +88,43 @@ name_of(const void *function)
 
 /* A grid or block that CUDA refuses is refused; an empty one is the usual mistake. */
 static cudaError_t
-launch(const void *function, dim3 grid, dim3 block)
+launch(const void *function, dim3 grid, dim3 block, cudaStream_t stream)
 {
     const Gpu *gpu = rig_here();
+    size_t threads = (size_t)block.x * block.y * block.z;
+    int is_valid = grid.x && grid.y && grid.z && threads && threads <= 1024 && grid.y <= 65535 &&
+                   grid.z <= 65535;
+    cudaError_t error;
+    if (is_valid && rig_record(stream, (Work){.kind = NODE_KERNEL}, &error)) {
+        if (rig_is_logging() && error == cudaSuccess)
+            rig_log("capture cuda:%d %s", rig_current, name_of(function));
+        return error;
+    }
     rig_tick();
     if (rig_is_lost(gpu))
         return rig_fail(cudaErrorUnknown);
     if (rig_is_logging())
         rig_log("launch cuda:%d %s", rig_current, name_of(function));
-    size_t threads = (size_t)block.x * block.y * block.z;
-    if (!grid.x || !grid.y || !grid.z || !threads || threads > 1024 || grid.y > 65535 ||
-        grid.z > 65535)
-        return rig_fail(cudaErrorInvalidConfiguration);
-    return cudaSuccess;
+    return is_valid ? cudaSuccess : rig_fail(cudaErrorInvalidConfiguration);
 }
 
 EXPORT cudaError_t
-cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **, size_t, cudaStream_t)
+cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **, size_t, cudaStream_t stream)
 {
-    return launch(function, grid, block);
+    return launch(function, grid, block, stream);
 }
 
 EXPORT cudaError_t
 cudaLaunchCooperativeKernel(const void *function, dim3 grid, dim3 block, void **, size_t,
-                            cudaStream_t)
+                            cudaStream_t stream)
 {
-    return launch(function, grid, block);
+    return launch(function, grid, block, stream);
 }
 
 EXPORT cudaError_t
 cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *function, void **)
 {
-    return launch(function, config->gridDim, config->blockDim);
+    return launch(function, config->gridDim, config->blockDim, config->stream);
 }
 
 EXPORT cudaError_t
@@ -130,9 +135,10 @@ __cudaGetKernel(cudaKernel_t *kernel, const void *function)
 }
 
 EXPORT cudaError_t
-__cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **, size_t, cudaStream_t)
+__cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **, size_t,
+                   cudaStream_t stream)
 {
-    return launch(kernel, grid, block);
+    return launch(kernel, grid, block, stream);
 }
 
 /* `kernel<<<…>>>()` pushes what stands between the brackets; the kernel's own stub takes it. */

@@ -1,8 +1,9 @@
 /* cuBLAS, cuDNN, cuSPARSE, cuSOLVER, NCCL: their handles and versions, and what PyTorch reads from
-   them. Their computing functions are stubs (stubs.py), which count as launches. The libraries'
-   enumerations are ints here, and 0 is success in all of them. */
+   them. Their computing functions are stubs (build.py), which count as launches in the stream that
+   their first argument, a handle, was given. The libraries' enumerations are ints here, and 0 is
+   success in all of them. */
 
-#include "rig.h"
+#include "graphs.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -23,16 +24,96 @@
         return 0;        \
     }
 
-CREATES(cublasCreate_v2)
-DESTROYS(cublasDestroy_v2)
+enum { NOT_INITIALIZED = 1, EXECUTION_FAILED = 13, MAX_HANDLES = 1 << 10 };
+
+typedef struct {
+    const void *handle;
+    cudaStream_t stream;
+} Handle;
+
+static Handle handles[MAX_HANDLES];
+static int num_handles;
+
+/* The stream of a handle, to be read or set; NULL where the handle is unknown. The lock is held. */
+static cudaStream_t *
+find_stream(const void *handle)
+{
+    for (int i = 0; i < num_handles; i++) {
+        if (handles[i].handle == handle)
+            return &handles[i].stream;
+    }
+    return NULL;
+}
+
+static cudaStream_t
+stream_of(const void *handle)
+{
+    pthread_mutex_lock(&rig_lock);
+    const cudaStream_t *found = find_stream(handle);
+    cudaStream_t stream = found ? *found : cudaStreamLegacy;
+    pthread_mutex_unlock(&rig_lock);
+    return stream;
+}
+
+/* A handle takes memory when it is made, which a capture may not allow. */
+#define CREATES_HANDLE(name)                       \
+    EXPORT int                                     \
+    name(void **object)                            \
+    {                                              \
+        if (rig_refuse_unsafe() != cudaSuccess)    \
+            return NOT_INITIALIZED;                \
+        *object = calloc(1, 256);                  \
+        return 0;                                  \
+    }
+
+#define DESTROYS_HANDLE(name)                      \
+    EXPORT int                                     \
+    name(void *object)                             \
+    {                                              \
+        pthread_mutex_lock(&rig_lock);             \
+        cudaStream_t *found = find_stream(object); \
+        if (found)                                 \
+            *(Handle *)((char *)found - offsetof(Handle, stream)) = handles[--num_handles]; \
+        pthread_mutex_unlock(&rig_lock);           \
+        free(object);                              \
+        return 0;                                  \
+    }
+
+#define SETS_STREAM(name)                          \
+    EXPORT int                                     \
+    name(void *handle, cudaStream_t stream)        \
+    {                                              \
+        rig_log("stub %s", #name);                 \
+        set_stream(handle, stream);                \
+        return 0;                                  \
+    }
+
+static void
+set_stream(const void *handle, cudaStream_t stream)
+{
+    pthread_mutex_lock(&rig_lock);
+    cudaStream_t *found = find_stream(handle);
+    if (found)
+        *found = stream;
+    else if (num_handles < MAX_HANDLES)
+        handles[num_handles++] = (Handle){handle, stream};
+    pthread_mutex_unlock(&rig_lock);
+}
+
+CREATES_HANDLE(cublasCreate_v2)
+DESTROYS_HANDLE(cublasDestroy_v2)
+SETS_STREAM(cublasSetStream_v2)
 CREATES(cublasLtCreate)
 DESTROYS(cublasLtDestroy)
-CREATES(cudnnCreate)
-DESTROYS(cudnnDestroy)
-CREATES(cusparseCreate)
-DESTROYS(cusparseDestroy)
-CREATES(cusolverDnCreate)
-DESTROYS(cusolverDnDestroy)
+CREATES_HANDLE(cudnnCreate)
+DESTROYS_HANDLE(cudnnDestroy)
+SETS_STREAM(cudnnSetStream)
+CREATES_HANDLE(cusparseCreate)
+DESTROYS_HANDLE(cusparseDestroy)
+SETS_STREAM(cusparseSetStream)
+CREATES_HANDLE(cusolverDnCreate)
+DESTROYS_HANDLE(cusolverDnDestroy)
+SETS_STREAM(cusolverDnSetStream)
 CREATES(cublasLtMatmulPreferenceCreate)
 DESTROYS(cublasLtMatmulPreferenceDestroy)
 DESTROYS(cublasLtMatmulDescDestroy)
@@ -136,13 +217,37 @@ ncclGetVersion(int *version)
     return 0;
 }
 
-/* What every stub calls. */
-EXPORT void
-rig_stub(const char *name, int computes)
+/* Count a call of a library as a launch in a stream. Return 0 for success. */
+static int
+launch(const char *name, cudaStream_t stream)
 {
-    rig_log("stub %s", name);
-    if (computes) {
-        rig_here();
-        rig_tick();
+    rig_here();
+    cudaError_t error;
+    if (rig_record(stream, (Work){.kind = NODE_KERNEL}, &error)) {
+        if (error == cudaSuccess)
+            rig_log("capture %s", name);
+        return error == cudaSuccess ? 0 : EXECUTION_FAILED;
     }
+    rig_log("stub %s", name);
+    rig_tick();
+    return 0;
+}
+
+/* cuBLASLt takes the stream as an argument, the last one. */
+EXPORT int
+cublasLtMatmul(void *, void *, const void *, const void *, void *, const void *, void *,
+               const void *, const void *, void *, void *, void *, const void *, void *, size_t,
+               cudaStream_t stream)
+{
+    return launch("cublasLtMatmul", stream);
+}
+
+/* What every stub calls. */
+EXPORT int
+rig_stub(const char *name, const void *handle, int computes)
+{
+    if (computes)
+        return launch(name, stream_of(handle));
+    rig_log("stub %s", name);
+    return 0;
 }

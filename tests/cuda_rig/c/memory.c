@@ -3,7 +3,7 @@
    Nobody writes there but copies, fills and values(): kernels don't. So a model of any size
    fits. What nobody wrote reads as zeros, also where an earlier tensor lay. */
 
-#include "rig.h"
+#include "graphs.h"
 
 #include <dlfcn.h>
 #include <stdio.h>
@@ -195,8 +195,9 @@ cudaMalloc(void **pointer, size_t size)
     Gpu *gpu = rig_here();
     uintptr_t address = 0;
     *pointer = NULL;
-    if (!size)
-        return cudaSuccess;
+    cudaError_t error = rig_refuse_unsafe();
+    if (error != cudaSuccess || !size)
+        return error;
     listen_to_torch();
     size = rig_in_pages(size);
     pthread_mutex_lock(&rig_lock);
@@ -222,6 +223,9 @@ cudaFree(void *pointer)
     int ordinal = rig_owner(pointer);
     if (ordinal < 0)
         return rig_fail(cudaErrorInvalidValue);
+    cudaError_t error = rig_refuse_unsafe();
+    if (error != cudaSuccess)
+        return error;
     Gpu *gpu = rig_visible(ordinal);
     pthread_mutex_lock(&rig_lock);
     size_t size = rig_drop_addresses(gpu, (uintptr_t)pointer);

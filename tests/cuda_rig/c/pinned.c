@@ -1,6 +1,6 @@
 /* The host's memory that a driver knows of: allocated by it, or registered with it. */
 
-#include "rig.h"
+#include "graphs.h"
 
 #include <sys/mman.h>
 
@@ -69,6 +69,9 @@ EXPORT cudaError_t
 cudaHostAlloc(void **pointer, size_t size, unsigned)
 {
     rig_begin();
+    cudaError_t error = rig_refuse_unsafe();
+    if (error != cudaSuccess)
+        return error;
     size_t whole = in_host_pages(size ? size : 1);
     *pointer = mmap(NULL, whole, PROT_READ | PROT_WRITE,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -81,8 +84,9 @@ cudaHostAlloc(void **pointer, size_t size, unsigned)
 EXPORT cudaError_t
 cudaFreeHost(void *pointer)
 {
-    if (!pointer)
-        return cudaSuccess;
+    cudaError_t error = rig_refuse_unsafe();
+    if (!pointer || error != cudaSuccess)
+        return error;
     size_t size = drop(pointer);
     if (!size)
         return rig_fail(cudaErrorInvalidValue);
@@ -101,6 +105,9 @@ EXPORT cudaError_t
 cudaHostRegister(void *pointer, size_t size, unsigned)
 {
     rig_begin();
+    cudaError_t error = rig_refuse_unsafe();
+    if (error != cudaSuccess)
+        return error;
     rig_log("host register %zu", size);
     if (!pointer || !size)
         return rig_fail(cudaErrorInvalidValue);
@@ -112,5 +119,8 @@ cudaHostRegister(void *pointer, size_t size, unsigned)
 EXPORT cudaError_t
 cudaHostUnregister(void *pointer)
 {
+    cudaError_t error = rig_refuse_unsafe();
+    if (error != cudaSuccess)
+        return error;
     return drop((void *)first_byte(pointer)) ? cudaSuccess : rig_fail(cudaErrorHostMemoryNotRegistered);
 }

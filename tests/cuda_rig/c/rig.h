@@ -51,6 +51,7 @@ typedef struct {
     size_t copy_limit; /* copies up to this size are executed */
     int has_peers;
     uint64_t lag;      /* an event is over after so many further launches */
+    size_t node_bytes; /* what an instantiated graph takes of its GPU for each node */
 } Settings;
 
 extern Gpu rig_gpus[MAX_GPUS];

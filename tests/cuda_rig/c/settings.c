@@ -166,6 +166,7 @@ start(void)
         .copy_limit = setting_bytes("RIG_COPY_LIMIT", "1MiB"),
         .has_peers = atoi(setting("RIG_PEERS", "0")),
         .lag = strtoull(setting("RIG_LAG", "0"), NULL, 10),
+        .node_bytes = setting_bytes("RIG_GRAPH_NODE", "0B"),
     };
     const char *path = setting("RIG_LOG", "");
     log_file = *path ? fopen(path, "a") : NULL;

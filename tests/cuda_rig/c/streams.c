@@ -1,21 +1,9 @@
-/* Streams and events. All work is done at once; with RIG_LAG an event is over only after so many
+/* Streams and events. All work is done at once, except what is captured (capture.c); with RIG_LAG an event is over only after so many
    further launches or copies, so that who relies on the end without waiting for it is caught. */
 
-#include "rig.h"
+#include "graphs.h"
 
 #include <stdlib.h>
-#include <time.h>
-
-typedef struct {
-    int priority;
-    unsigned flags;
-} Stream;
-
-typedef struct {
-    int is_recorded;
-    uint64_t tick;
-    struct timespec at;
-} Event;
 
 static uint64_t now;      /* launches and copies begun */
 static uint64_t finished; /* all up to here is known to be over */
@@ -66,7 +54,7 @@ cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority)
 {
     rig_here();
     Stream *made = calloc(1, sizeof *made);
-    *made = (Stream){priority, flags};
+    *made = (Stream){.priority = priority, .flags = flags, .device = rig_current};
     *stream = (cudaStream_t)made;
     return cudaSuccess;
 }
@@ -86,6 +74,7 @@ cudaStreamCreate(cudaStream_t *stream)
 EXPORT cudaError_t
 cudaStreamDestroy(cudaStream_t stream)
 {
+    rig_invalidate_stream((Stream *)stream);
     free(stream);
     return cudaSuccess;
 }
@@ -113,15 +102,21 @@ cudaDeviceGetStreamPriorityRange(int *least, int *greatest)
 }
 
 EXPORT cudaError_t
-cudaStreamQuery(cudaStream_t)
+cudaStreamQuery(cudaStream_t stream)
 {
+    cudaError_t error = rig_refuse_in_stream(stream);
+    if (error != cudaSuccess)
+        return error;
     return is_over(now) ? cudaSuccess : rig_fail(cudaErrorNotReady);
 }
 
 EXPORT cudaError_t
-cudaStreamSynchronize(cudaStream_t)
+cudaStreamSynchronize(cudaStream_t stream)
 {
     rig_here();
+    cudaError_t error = rig_refuse_in_stream(stream);
+    if (error != cudaSuccess)
+        return error;
     rig_log("wait for a stream");
     rig_finish();
     return cudaSuccess;
@@ -131,20 +126,26 @@ EXPORT cudaError_t
 cudaDeviceSynchronize(void)
 {
     rig_here();
+    cudaError_t error = rig_refuse_on_device();
+    if (error != cudaSuccess)
+        return error;
     rig_log("wait for a device");
     rig_finish();
     return cudaSuccess;
 }
 
 EXPORT cudaError_t
-cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned)
+cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned)
 {
-    return cudaSuccess;
+    return rig_join(stream, (Event *)event);
 }
 
 EXPORT cudaError_t
-cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t call, void *data)
+cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t call, void *data)
 {
+    cudaError_t error;
+    if (rig_record(stream, (Work){.kind = NODE_HOST, .call = call, .data = data}, &error))
+        return error;
     call(data);
     return cudaSuccess;
 }
@@ -152,33 +153,10 @@ cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t call, void *data)
 EXPORT cudaError_t
 cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t call, void *data, unsigned)
 {
+    cudaError_t error = rig_refuse_in_stream(stream);
+    if (error != cudaSuccess)
+        return error;
     call(stream, cudaSuccess, data);
-    return cudaSuccess;
-}
-
-EXPORT cudaError_t
-cudaStreamIsCapturing(cudaStream_t, enum cudaStreamCaptureStatus *status)
-{
-    *status = cudaStreamCaptureStatusNone;
-    return cudaSuccess;
-}
-
-EXPORT cudaError_t
-cudaStreamGetCaptureInfo(cudaStream_t, enum cudaStreamCaptureStatus *status, unsigned long long *id,
-                         cudaGraph_t *, const cudaGraphNode_t **, const cudaGraphEdgeData **,
-                         size_t *count)
-{
-    *status = cudaStreamCaptureStatusNone;
-    if (id)
-        *id = 0;
-    if (count)
-        *count = 0;
-    return cudaSuccess;
-}
-
-EXPORT cudaError_t
-cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *)
-{
     return cudaSuccess;
 }
 
@@ -199,31 +177,50 @@ cudaEventCreate(cudaEvent_t *event)
 EXPORT cudaError_t
 cudaEventDestroy(cudaEvent_t event)
 {
+    rig_clear_set(&((Event *)event)->needs);
     free(event);
     return cudaSuccess;
 }
 
-EXPORT cudaError_t
-cudaEventRecord(cudaEvent_t event, cudaStream_t)
+/* Everything begun so far is what the event stands for. */
+void
+rig_mark_event(Event *event)
 {
-    rig_here();
-    Event *recorded = (Event *)event;
-    recorded->is_recorded = 1;
-    recorded->tick = __atomic_load_n(&now, __ATOMIC_SEQ_CST);
-    clock_gettime(CLOCK_MONOTONIC, &recorded->at);
-    return cudaSuccess;
+    event->is_recorded = 1;
+    event->tick = __atomic_load_n(&now, __ATOMIC_SEQ_CST);
+    clock_gettime(CLOCK_MONOTONIC, &event->at);
 }
 
 EXPORT cudaError_t
-cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned)
+cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags)
 {
-    return cudaEventRecord(event, stream);
+    cudaError_t error;
+    rig_here();
+    if (!rig_record_event(stream, (Event *)event, flags, &error))
+        rig_mark_event((Event *)event);
+    return error;
+}
+
+EXPORT cudaError_t
+cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
+{
+    return cudaEventRecordWithFlags(event, stream, 0);
+}
+
+static cudaError_t
+refuse_event(const Event *event)
+{
+    cudaError_t error = rig_refuse_of_event(event);
+    return error == cudaSuccess ? rig_refuse_unsafe() : error;
 }
 
 EXPORT cudaError_t
 cudaEventQuery(cudaEvent_t event)
 {
     const Event *asked = (const Event *)event;
+    cudaError_t error = refuse_event(asked);
+    if (error != cudaSuccess)
+        return error;
     int over = !asked->is_recorded || is_over(asked->tick);
     return over ? cudaSuccess : rig_fail(cudaErrorNotReady);
 }
@@ -231,6 +228,9 @@ cudaEventQuery(cudaEvent_t event)
 EXPORT cudaError_t
 cudaEventSynchronize(cudaEvent_t event)
 {
+    cudaError_t error = refuse_event((const Event *)event);
+    if (error != cudaSuccess)
+        return error;
     rig_log("wait for an event");
     finish_until(((const Event *)event)->tick);
     return cudaSuccess;
@@ -240,6 +240,8 @@ cudaEventSynchronize(cudaEvent_t event)
 EXPORT cudaError_t
 cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEvent_t to)
 {
+    if (((const Event *)from)->capture || ((const Event *)to)->capture)
+        return rig_fail(cudaErrorCapturedEvent);
     const struct timespec *start = &((const Event *)from)->at, *end = &((const Event *)to)->at;
     double seconds = (double)(end->tv_sec - start->tv_sec);
     seconds += 1e-9 * (double)(end->tv_nsec - start->tv_nsec);

@@ -1,8 +1,6 @@
 /* Kernels that Triton compiles at run time: its launcher asks the driver, not the runtime. */
 
-#include "rig.h"
-
-#include <cuda.h>
+#include "graphs.h"
 
 EXPORT CUresult
 cuModuleLoadData(CUmodule *module, const void *image)
@@ -61,6 +59,11 @@ EXPORT CUresult
 cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction, void **, void **)
 {
     rig_here();
+    cudaError_t error;
+    if (rig_record((cudaStream_t)config->hStream, (Work){.kind = NODE_KERNEL}, &error)) {
+        rig_log("capture cuda:%d Triton's %u", rig_current, config->gridDimX);
+        return (CUresult)error; /* the driver's numbers are the same */
+    }
     rig_tick();
     rig_log("launch cuda:%d Triton's %u", rig_current, config->gridDimX);
     return CUDA_SUCCESS;
