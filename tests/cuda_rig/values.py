@@ -3,16 +3,21 @@
 Within `values()` every operation runs on the device as always, with all that PyTorch does around
 it, and then once more on the CPU, over the very bytes of the device's memory, which the CPU can
 read and write here. The device allocates nothing more for it.
+
+While a CUDA graph is captured nothing is computed, and what operations return is poisoned: NaN, or
+integers that are no index. Each replay within `values()` computes them (captured.py).
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from cuda_rig import captured
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_map
 
 SMALL = 2**15
@@ -20,6 +25,7 @@ _ATEN = torch.ops.aten
 _INDEXING = (_ATEN.index, _ATEN.index_put, _ATEN.index_put_)
 # What the CPU would draw differently, or has nothing to add to.
 _LEFT_ALONE = ("empty", "random", "normal_", "uniform_", "dropout", "bernoulli", "exponential")
+_COPIES = (_ATEN.copy_, _ATEN._to_copy)
 _ATTENTION = "_scaled_dot_product"
 
 
@@ -34,37 +40,97 @@ class values(TorchDispatchMode):  # noqa: N801  (used as a scope, like torch.no_
     def __init__(self, most: int | None = SMALL) -> None:
         super().__init__()
         self._most = 2**62 if most is None else most
-        self._wrote = ctypes.CDLL(None).rig_wrote
-        self._wrote.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        _hear_of_replays()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.overloadpacket in _INDEXING:
-            args = args[0], [*_columns(args[1])], *args[2:]
-        elif func is _ATEN.convolution.default:
+        is_captured = captured.capture_id(each.device for each in _on_device((args, kwargs))) > 0
+        if func is _ATEN.convolution.default:
             return _like(func(*tree_map(_on_meta, args)), args[0])
+        if is_captured:
+            # A mask's places and a result's length stay unknown: CUDA refuses to wait for them.
+            if func.overloadpacket is _ATEN.prod:
+                result = _like(func(*tree_map(_on_meta, args), **kwargs), args[0])
+            else:
+                result = func(*args, **kwargs)
         elif _is_hosts(func) and list(_on_device(args)):
             return _from_host(func, args, kwargs)
-        result = func(*args, **kwargs)
-        if not func.is_view and not any(part in str(func) for part in _LEFT_ALONE):
+        else:
+            if func.overloadpacket in _INDEXING:
+                args = args[0], [*_columns(args[1])], *args[2:]
+            result = func(*args, **kwargs)
+        if not func.is_view:
             self._compute(func, args, kwargs, list(_tensors(result)))
         return result
 
     def _compute(self, func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> None:
+        """Compute results on the CPU, or let the replays of the graph that is captured do so."""
         tensors = (*_tensors((args, kwargs)), *results)
         is_small = all(each.numel() <= self._most and not each.is_meta for each in tensors)
-        if not is_small or not results or not any(each.is_cuda for each in tensors):
+        devices = [each.device for each in _on_device(tensors)]
+        if not is_small or not results or not devices:
             return
-        host_args, host_kwargs = tree_map(_on_host, (args, kwargs))
-        try:
-            computed = _tensors(_call(func, host_args, host_kwargs))
-        except (RuntimeError, NotImplementedError, TypeError):
-            return  # no such kernel on the CPU
-        for result, value in zip(results, computed, strict=False):
-            if result.shape == value.shape and result.numel():
-                _on_host(result).copy_(value)
-                if result.is_cuda:
-                    self._wrote(result.data_ptr(), result.numel() * result.itemsize)
+        is_computed = not any(part in str(func) for part in _LEFT_ALONE)
+        capturing = [device for device in set(devices) if captured.capture_id([device])]
+        if capturing:
+            _poison_new(results, _tensors((args, kwargs)))
+            keep = partial(_captured, func.overloadpacket in _COPIES)
+            inputs, outputs = tree_map(keep, ((args, kwargs), results))
+            if is_computed:
+                captured.record(capturing[0], partial(_evaluate, func, *inputs, outputs))
+        elif is_computed:
+            host_args, host_kwargs = tree_map(_on_host, (args, kwargs))
+            _evaluate(func, host_args, host_kwargs, [_on_host(result) for result in results])
+
+
+def _evaluate(func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> None:
+    """Call an operator on CPU tensors, and write what it returns into `results`."""
+    try:
+        computed = _tensors(_call(func, args, kwargs))
+    except (RuntimeError, NotImplementedError, TypeError):
+        return  # no such kernel on the CPU
+    for result, value in zip(results, computed, strict=False):
+        if result.shape == value.shape and result.numel():
+            result.copy_(value)
+            _rig().rig_wrote(result.data_ptr(), result.numel() * result.itemsize)
+
+
+def _poison_new(results: list[torch.Tensor], inputs: Iterator[torch.Tensor]) -> None:
+    """Poison the results that share no memory with an input."""
+    known = {each.untyped_storage().data_ptr() for each in inputs}
+    for result in results:
+        is_new = result.untyped_storage().data_ptr() not in known
+        if is_new and result.is_cuda and result.numel():
+            captured.poison(memory_of(result))
+            _rig().rig_wrote(result.data_ptr(), result.numel() * result.itemsize)
+
+
+def _captured(is_copy: bool, value: Any) -> Any:
+    """Return what a graph keeps of an argument: addresses, and a kernel's numbers by value."""
+    if isinstance(value, torch.Tensor) and not value.is_cuda:
+        return memory_of(value) if value.is_pinned() and (value.dim() or is_copy) else value.clone()
+    return _on_host(value)
+
+
+@cache
+def _hear_of_replays() -> None:
+    """Let a replay compute where its thread is within `values()`, from now on."""
+    launch = torch.cuda.CUDAGraph.replay
+
+    def replay(graph: torch.cuda.CUDAGraph) -> None:
+        if any(isinstance(mode, values) for mode in _get_current_dispatch_mode_stack()):
+            captured.replay(partial(launch, graph))
+        else:
+            launch(graph)
+
+    torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
+
+
+@cache
+def _rig() -> ctypes.CDLL:
+    rig = ctypes.CDLL(None)
+    rig.rig_wrote.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return rig
 
 
 def _is_hosts(func: Any) -> bool:
