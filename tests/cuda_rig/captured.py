@@ -41,6 +41,8 @@ def replay(launch: Callable[[], None]) -> None:
     finally:
         rig.rig_defer(0)
     number, done = rig.rig_deferred(ctypes.byref(num_nodes)), 0
+    if not number:
+        raise NotImplementedError("values() doesn't compute a graph that is part of another")
     with _pop_mode_temporarily(), torch.inference_mode():
         for position, computation in (*_recorded[number], (num_nodes.value, lambda: None)):
             if error := rig.rig_run_nodes(done, position):

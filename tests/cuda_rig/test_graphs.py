@@ -1,18 +1,26 @@
-"""CUDA graphs on the rig: captured, launched, and refused as on CUDA."""
+"""CUDA graphs on the rig: what a replay computes, and what it launches and takes."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from cuda_rig.cuda_calls import (
+    ILLEGAL_ADDRESS,
+    UNSAFE_CALLS,
+    begin_capture,
+    call,
+    fill,
+    make_stream,
+    place_of,
+    pointer,
+    take_memory,
+)
 from cuda_rig.values import values
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
@@ -22,62 +30,6 @@ import duoka.virtual.attention_numbers  # noqa: F401  (the kernel of varlen_attn
 pytestmark = pytest.mark.cuda_rig(gpus="24GiB,12GiB")
 LOG = Path(tempfile.gettempdir()) / f"duoka-graphs-{os.getpid()}"
 MIB = 2**20
-INVALIDATED = "cudaErrorStreamCaptureInvalidated"
-UNSUPPORTED, MERGE, UNMATCHED, UNJOINED, ISOLATION, IMPLICIT, CAPTURED_EVENT, WRONG_THREAD = (
-    900, 902, 903, 904, 905, 906, 907, 908,
-)  # fmt: skip
-GLOBAL, THREAD_LOCAL, RELAXED = range(3)
-
-
-def call(name: str, *arguments: Any) -> int:
-    """Call a function of CUDA's runtime; its error doesn't stay for PyTorch's next check."""
-    cuda = ctypes.CDLL(None)
-    error: int = getattr(cuda, name)(*arguments)
-    cuda.cudaGetLastError()
-    return error
-
-
-def pointer(value: int = 0) -> ctypes.c_void_p:
-    return ctypes.c_void_p(value)
-
-
-def make_stream(*, is_blocking: bool = False) -> ctypes.c_void_p:
-    stream = pointer()
-    assert call("cudaStreamCreateWithFlags", ctypes.byref(stream), int(not is_blocking)) == 0
-    return stream
-
-
-def record(stream: ctypes.c_void_p) -> ctypes.c_void_p:
-    """Record a new event in a stream."""
-    event = pointer()
-    assert call("cudaEventCreateWithFlags", ctypes.byref(event), 0) == 0
-    assert call("cudaEventRecord", event, stream) == 0
-    return event
-
-
-def fill(tensor: torch.Tensor, stream: ctypes.c_void_p, value: int = 0) -> int:
-    size = ctypes.c_size_t(tensor.nbytes)
-    return call("cudaMemsetAsync", pointer(tensor.data_ptr()), value, size, stream)
-
-
-def begin(stream: ctypes.c_void_p, mode: int = GLOBAL) -> None:
-    torch.cuda.init()
-    assert call("cudaStreamBeginCapture", stream, mode) == 0
-
-
-def end(stream: ctypes.c_void_p) -> int:
-    return call("cudaStreamEndCapture", stream, ctypes.byref(pointer()))
-
-
-@contextmanager
-def refusal(error: str) -> Iterator[None]:
-    """Expect a capture whose work is refused, and which gives no graph."""
-    with (
-        pytest.raises(torch.AcceleratorError, match=INVALIDATED),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-        pytest.raises((torch.AcceleratorError, RuntimeError), match=error),
-    ):
-        yield
 
 
 def log_of(run: Callable[[], object]) -> list[str]:
@@ -305,204 +257,40 @@ def test_a_graph_spans_streams_and_gpus() -> None:
         assert (doubled.cpu().tolist(), target.cpu().tolist()) == ([2.0, 2.0], [1.0, 1.0])
 
 
-# ── What is refused ────────────────────────────────────────────────────────────────────────────
+def test_a_graph_is_part_of_another() -> None:
+    numbers, source = torch.zeros(2, device="cuda"), torch.tensor([1.0, 2.0]).pin_memory()
+    part, whole = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(part):
+        numbers.copy_(source, non_blocking=True)
+    with torch.cuda.graph(whole):
+        part.replay()
+    part.reset()
+    assert numbers.cpu().tolist() == [0.0, 0.0]
+    whole.replay()
+    assert numbers.cpu().tolist() == [1.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    "wait",
-    [
-        lambda: torch.cuda.current_stream().synchronize(),
-        lambda: torch.cuda.current_stream().query(),
-        lambda: torch.cuda.synchronize(),
-        lambda: torch.ones(2, device="cuda").sum().item(),
-        lambda: torch.ones(2, device="cuda").nonzero(),
-    ],
-    ids=["stream", "query", "device", "item", "nonzero"],
-)
-@pytest.mark.parametrize("computes", [False, True], ids=["", "values"])
-def test_waiting_is_refused(wait: Callable[[], object], computes: bool) -> None:
-    torch.ones(2, device="cuda").nonzero()
-    with values() if computes else torch.no_grad(), refusal("cudaErrorStreamCaptureUnsupported"):
-        wait()
-
-
-@pytest.mark.parametrize("wait", [torch.cuda.Event.query, torch.cuda.Event.synchronize])
-def test_waiting_for_events_is_refused(wait: Callable[[torch.cuda.Event], object]) -> None:
-    event = torch.cuda.Event()
-    event.record()
-    with refusal("cudaErrorStreamCaptureUnsupported"):
-        wait(event)
-
-
-@pytest.mark.parametrize("wait", [torch.cuda.Event.query, torch.cuda.Event.synchronize])
-def test_a_captured_event_is_never_over(wait: Callable[[torch.cuda.Event], object]) -> None:
-    event = torch.cuda.Event()
-    with refusal("cudaErrorCapturedEvent"):
-        event.record()
-        wait(event)
-
-
-@pytest.mark.parametrize("way", ["to", "from"])
-def test_pageable_memory_is_refused(way: str) -> None:
-    numbers, host = torch.ones(4, device="cuda"), torch.ones(4)
-    stream = make_stream()
-    begin(stream, RELAXED)
-    places = [pointer(numbers.data_ptr()), pointer(host.data_ptr())]
-    if way == "to":
-        places.reverse()
-    assert call("cudaMemcpyAsync", *places, ctypes.c_size_t(16), 4, stream) == UNSUPPORTED
-    assert end(stream) == 901
-
-
-UNSAFE: dict[str, Callable[[], int]] = {
-    "cudaMalloc": lambda: call("cudaMalloc", ctypes.byref(pointer()), ctypes.c_size_t(8)),
-    "cudaFree": lambda: call("cudaFree", pointer(MEMORY["device"])),
-    "cudaHostAlloc": lambda: call("cudaHostAlloc", ctypes.byref(pointer()), ctypes.c_size_t(8), 0),
-    "cudaFreeHost": lambda: call("cudaFreeHost", pointer(MEMORY["host"])),
-    "cudaMemcpy": lambda: call(
-        "cudaMemcpy", pointer(MEMORY["device"]), pointer(MEMORY["host"]), ctypes.c_size_t(8), 4
-    ),
-    "cudaMemset": lambda: call("cudaMemset", pointer(MEMORY["device"]), 0, ctypes.c_size_t(8)),
-}
-MEMORY: dict[str, int] = {}
-
-
-def take_memory() -> None:
-    for kind, name, more in (("device", "cudaMalloc", ()), ("host", "cudaHostAlloc", (0,))):
-        place = pointer()
-        assert call(name, ctypes.byref(place), ctypes.c_size_t(8), *more) == 0
-        MEMORY[kind] = place.value or 0
-
-
-@pytest.mark.parametrize("name", UNSAFE)
-@pytest.mark.parametrize("mode", [GLOBAL, THREAD_LOCAL])
-def test_unsafe_calls_are_refused(name: str, mode: int) -> None:
-    take_memory()
-    stream = make_stream()
-    begin(stream, mode)
-    assert UNSAFE[name]() == UNSUPPORTED
-    assert end(stream) == 901
-    assert UNSAFE[name]() == 0
-
-
-@pytest.mark.parametrize("name", UNSAFE)
-def test_relaxed_captures_and_threads_make_unsafe_calls(name: str) -> None:
-    take_memory()
-    stream, mode = make_stream(), ctypes.c_int(RELAXED)
-    begin(stream, RELAXED)
-    assert UNSAFE[name]() == 0
-    assert end(stream) == 0
-    take_memory()
-    begin(stream)
-    assert call("cudaThreadExchangeStreamCaptureMode", ctypes.byref(mode)) == 0
-    assert mode.value == GLOBAL
-    assert UNSAFE[name]() == 0
-    assert end(stream) == 0
-
-
-@pytest.mark.parametrize(("mode", "error"), [(GLOBAL, UNSUPPORTED), (THREAD_LOCAL, 0)])
-def test_a_global_capture_binds_other_threads(mode: int, error: int) -> None:
-    stream, errors = make_stream(), []
-    begin(stream, mode)
-    thread = threading.Thread(target=lambda: errors.append(UNSAFE["cudaMalloc"]()))
-    thread.start()
-    thread.join()
-    assert errors == [error]
-    assert end(stream) == (901 if error else 0)
-
-
-def test_cublas_is_not_initialized_in_a_capture() -> None:
-    """The warm-up that PyTorch asks for."""
-    weight = torch.ones(4, 4, device="cuda")
-    with refusal("CUBLAS_STATUS_NOT_INITIALIZED"):
-        weight @ weight
-
-
-def test_the_legacy_stream_would_wait_for_a_blocking_one() -> None:
-    numbers, legacy = torch.ones(4, device="cuda"), pointer()
-    free, blocking = make_stream(), make_stream(is_blocking=True)
-    begin(free)
-    assert fill(numbers, legacy) == 0
-    assert end(free) == 0
-    for use in (
-        lambda: fill(numbers, legacy),
-        lambda: call("cudaStreamSynchronize", legacy),
-        lambda: call("cudaEventRecord", record(free), legacy),
-        lambda: call("cudaMemset", pointer(numbers.data_ptr()), 0, ctypes.c_size_t(8)),
-    ):
-        begin(blocking)
-        assert use() == IMPLICIT
-        assert end(blocking) == 901
-        assert use() == 0
-    remote = torch.ones(4, device="cuda:1")
-    begin(blocking)
-    remote.add_(1)  # in the legacy stream of another GPU
-    assert end(blocking) == 0
-
-
-def test_streams_are_joined_before_the_end() -> None:
-    numbers = torch.ones(4, device="cuda")
-    main, side = make_stream(), make_stream()
-    for is_joined, works, error in (
-        (False, True, UNJOINED), (True, True, 0), (False, False, 0),
-    ):  # fmt: skip
-        begin(main)
-        assert call("cudaStreamWaitEvent", side, record(main), 0) == 0
-        if works:
-            assert fill(numbers, side) == 0
-        if is_joined:
-            assert call("cudaStreamWaitEvent", main, record(side), 0) == 0
-        assert end(main) == error
-        assert fill(numbers, side) == 0  # executes again
-
-
-def test_captures_do_not_merge_or_wait_for_what_is_outside() -> None:
-    first, second, outside = make_stream(), make_stream(), make_stream()
-    event = record(outside)
-    begin(first)
-    begin(second)
-    assert call("cudaStreamWaitEvent", second, record(first), 0) == MERGE
-    assert (end(first), end(second)) == (901, 901)
-    begin(first)
-    assert call("cudaStreamWaitEvent", first, event, 0) == ISOLATION
-    assert end(first) == 901
-
-
-def test_captures_end_where_they_began() -> None:
-    main, side, errors = make_stream(), make_stream(), []
-    assert end(main) == 401
-    begin(main)
-    assert call("cudaStreamBeginCapture", main, GLOBAL) == 401
-    assert call("cudaStreamWaitEvent", side, record(main), 0) == 0
-    assert end(side) == UNMATCHED
-    assert end(main) == 901
-    begin(main)
-    thread = threading.Thread(target=lambda: errors.append(end(main)))
-    thread.start()
-    thread.join()
-    assert (errors, end(main)) == ([WRONG_THREAD], 901)
-    begin(main, RELAXED)
-    thread = threading.Thread(target=lambda: errors.append(end(main)))
-    thread.start()
-    thread.join()
-    assert errors[1:] == [0]
-    assert call("cudaStreamBeginCapture", pointer(), GLOBAL) == UNSUPPORTED  # the legacy stream
+@pytest.mark.cuda_rig(lost="0@4")
+def test_a_lost_gpu_launches_no_graph() -> None:
+    numbers, graph = torch.ones(2, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        numbers.add_(1)
+    graph.replay()
+    graph.replay()
+    with pytest.raises(torch.AcceleratorError, match="unknown error"):
+        graph.replay()
 
 
 def test_memory_that_is_gone_is_not_copied() -> None:
     take_memory()
-    numbers, stream, graph, launched = (
-        torch.ones(2, device="cuda"),
-        make_stream(),
-        pointer(),
-        pointer(),
-    )
-    begin(stream)
-    places = pointer(numbers.data_ptr()), pointer(MEMORY["host"])
+    numbers, stream = torch.ones(2, device="cuda"), make_stream()
+    graph, instance = pointer(), pointer()
+    begin_capture(stream)
+    places = pointer(numbers.data_ptr()), place_of("pinned")
     assert call("cudaMemcpyAsync", *places, ctypes.c_size_t(8), 4, stream) == 0
     assert call("cudaStreamEndCapture", stream, ctypes.byref(graph)) == 0
     flags = ctypes.c_ulonglong(0)
-    assert call("cudaGraphInstantiateWithFlags", ctypes.byref(launched), graph, flags) == 0
-    assert call("cudaGraphLaunch", launched, stream) == 0
-    assert UNSAFE["cudaFreeHost"]() == 0
-    assert call("cudaGraphLaunch", launched, stream) == 700  # an illegal address
+    assert call("cudaGraphInstantiateWithFlags", ctypes.byref(instance), graph, flags) == 0
+    assert call("cudaGraphLaunch", instance, stream) == 0
+    assert UNSAFE_CALLS["cudaFreeHost"]() == 0
+    assert call("cudaGraphLaunch", instance, stream) == ILLEGAL_ADDRESS

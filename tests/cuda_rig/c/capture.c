@@ -187,24 +187,6 @@ rig_join(cudaStream_t stream, Event *event)
     return answer(error);
 }
 
-void
-rig_invalidate_stream(Stream *stream)
-{
-    pthread_mutex_lock(&lock);
-    if (stream->capture) {
-        Capture *capture = stream->capture;
-        invalidate(capture, cudaErrorStreamCaptureUnsupported);
-        for (Stream **at = &capture->streams; *at; at = &(*at)->next) {
-            if (*at == stream) {
-                *at = stream->next;
-                break;
-            }
-        }
-        rig_clear_set(&stream->frontier);
-    }
-    pthread_mutex_unlock(&lock);
-}
-
 /* ── What is refused during a capture ─────────────────────────────────────────────────────────── */
 
 /* Refuse calls that may disturb a capture, as allocations do, unless the thread's mode allows them:
@@ -384,6 +366,31 @@ cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph)
     }
     pthread_mutex_unlock(&lock);
     return answer(error);
+}
+
+/* Take a stream that is destroyed out of its capture, which it invalidates; without its origin a
+   capture is over. */
+void
+rig_leave_capture(cudaStream_t stream)
+{
+    pthread_mutex_lock(&lock);
+    Stream *captured = capturing(stream);
+    Capture *capture = captured ? captured->capture : NULL;
+    if (capture) {
+        invalidate(capture, cudaErrorStreamCaptureUnsupported);
+        if (captured == capture->origin) {
+            finish(capture);
+            rig_drop_graph(capture->graph);
+            capture->graph = NULL;
+        } else {
+            Stream **at = &capture->streams;
+            while (*at != captured)
+                at = &(*at)->next;
+            *at = captured->next;
+            rig_clear_set(&captured->frontier);
+        }
+    }
+    pthread_mutex_unlock(&lock);
 }
 
 /* ── What a stream says of its capture ────────────────────────────────────────────────────────── */

@@ -196,6 +196,7 @@ cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream)
     Graph *graph = instance->graph;
     const Work child = {.kind = NODE_GRAPH, .graph = graph, .size = instance->count};
     cudaError_t error;
+    deferred = NULL;
     if (rig_record(stream, child, &error)) {
         if (error == cudaSuccess)
             __atomic_add_fetch(&graph->references, 1, __ATOMIC_SEQ_CST);
@@ -205,8 +206,11 @@ cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream)
     if (rig_is_lost(gpu))
         return rig_fail(cudaErrorUnknown);
     rig_log("launch cuda:%d graph of %zu nodes", rig_current, instance->count);
-    deferred = is_deferred ? instance : NULL;
-    error = is_deferred ? cudaSuccess : run(graph, 0, instance->count);
+    if (is_deferred) {
+        deferred = instance;
+        return cudaSuccess;
+    }
+    error = run(graph, 0, instance->count);
     return error == cudaSuccess ? error : rig_fail(error);
 }
 

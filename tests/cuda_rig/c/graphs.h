@@ -93,7 +93,7 @@ cudaError_t rig_refuse_synchronous(void);
 cudaError_t rig_refuse_of_event(const Event *event);
 int rig_record_event(cudaStream_t stream, Event *event, unsigned flags, cudaError_t *outcome);
 cudaError_t rig_join(cudaStream_t stream, Event *event);
-void rig_invalidate_stream(Stream *stream);
+void rig_leave_capture(cudaStream_t stream);
 
 /* graphs.c */
 Graph *rig_make_graph(uint64_t id);

@@ -74,7 +74,7 @@ cudaStreamCreate(cudaStream_t *stream)
 EXPORT cudaError_t
 cudaStreamDestroy(cudaStream_t stream)
 {
-    rig_invalidate_stream((Stream *)stream);
+    rig_leave_capture(stream);
     free(stream);
     return cudaSuccess;
 }
