@@ -168,6 +168,18 @@ def test_a_kernel_keeps_a_number_of_the_host_by_value() -> None:
         assert result.cpu().tolist() == [2.0, 4.0]
 
 
+def test_what_is_drawn_is_as_without_a_graph() -> None:
+    def draw() -> torch.Tensor:
+        return numbers + torch.empty_like(numbers).exponential_()
+
+    with values():
+        numbers, graph = torch.tensor([1.0, 2.0]).cuda(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = draw()
+        graph.replay()
+        assert result.cpu().tolist() == draw().cpu().tolist()
+
+
 # ── What a launch is ───────────────────────────────────────────────────────────────────────────
 
 

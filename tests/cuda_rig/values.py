@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 SMALL = 2**15
 _ATEN = torch.ops.aten
 _INDEXING = (_ATEN.index, _ATEN.index_put, _ATEN.index_put_)
-# What the CPU would draw differently, or has nothing to add to.
-_LEFT_ALONE = ("empty", "random", "normal_", "uniform_", "dropout", "bernoulli", "exponential")
+# What the CPU would draw differently: it stays zero. Empty tensors have no numbers at all.
+_DRAWN = ("random", "normal_", "uniform_", "dropout", "bernoulli", "exponential")
+_LEFT_ALONE = ("empty", *_DRAWN)
 _COPIES = (_ATEN.copy_, _ATEN._to_copy)
 _ATTENTION = "_scaled_dot_product"
 
@@ -78,6 +79,8 @@ class values(TorchDispatchMode):  # noqa: N801  (used as a scope, like torch.no_
             inputs, outputs = tree_map(keep, ((args, kwargs), results))
             if is_computed:
                 captured.record(capturing[0], partial(_evaluate, func, *inputs, outputs))
+            elif any(part in str(func) for part in _DRAWN):
+                captured.record(capturing[0], partial(torch._foreach_zero_, outputs))
         elif is_computed:
             host_args, host_kwargs = tree_map(_on_host, (args, kwargs))
             _evaluate(func, host_args, host_kwargs, [_on_host(result) for result in results])

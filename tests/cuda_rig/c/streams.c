@@ -1,5 +1,6 @@
-/* Streams and events. All work is done at once, except what is captured (capture.c); with RIG_LAG an event is over only after so many
-   further launches or copies, so that who relies on the end without waiting for it is caught. */
+/* Streams and events. All work is done at once, except what is captured (capture.c); with RIG_LAG an
+   event is over only after so many further launches or copies, so that who relies on the end without
+   waiting for it is caught. */
 
 #include "graphs.h"
 
