@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 from progress import without_progress
+from transformers import MambaConfig
 
 import duoka
+from duoka.cli.options import ModelOptions, PlanOptions
+from duoka.cli.planning import find_plan, find_plan_to_answer
+from duoka.errors import ModelError
 from duoka.models import from_checkpoint
 
 from .conftest import GPUS, SIZES, Program
@@ -34,6 +38,38 @@ def test_only_the_answer_goes_to_the_standard_output(
     assert data["measured"]["tokens_per_second"] > 0
     assert done.stdout.strip() == answer["text"]
     assert answer["prompt"] == "什么是设备映射？"
+
+
+@pytest.mark.parametrize(
+    ("options", "cache"),
+    [
+        ((), "paged"),
+        (("--cache", "int8"), "paged-int8"),
+        (("--cache", "dynamic"), "dynamic"),
+        (("--offload",), "dynamic"),
+    ],
+)
+def test_pages_for_the_prompts_given(tiny: Path, options: tuple[str, ...], cache: str) -> None:
+    given = PlanOptions(
+        gpus="virtual:2x64MiB", context="96", new_tokens="32", batch=3,
+        cache=options[1] if len(options) > 1 else None, offload=options == ("--offload",),
+    )  # fmt: skip
+    plan, _ = find_plan_to_answer(ModelOptions(model=str(tiny)), given)
+    assert plan.workload.cache == cache
+    assert plan.workload.pages == (18 if "paged" in cache else None)  # 3 x 96 tokens, 16 a page
+
+
+def test_a_model_without_pages_has_a_cache_per_prompt(tmp_path: Path) -> None:
+    config = MambaConfig(
+        hidden_size=32, num_hidden_layers=2, vocab_size=99, architectures=["MambaForCausalLM"]
+    )
+    config.save_pretrained(tmp_path)
+    model = ModelOptions(model=str(tmp_path))
+    given = PlanOptions(gpus="64MiB", context="96", new_tokens="32", cache="paged")
+    plan, _ = find_plan(model, given, replacement_cache="dynamic")
+    assert (plan.workload.cache, plan.workload.pages) == ("dynamic", None)
+    with pytest.raises(ModelError, match="paged KV cache"):
+        find_plan(model, given)
 
 
 @pytest.mark.parametrize(

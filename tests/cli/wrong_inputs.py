@@ -134,7 +134,7 @@ def _write_plans_and_maps() -> None:
     for name, content in (
         ("other.plan", {}),
         ("newer.plan", {"format": "duoka.plan", "version": 99}),
-        ("damaged.plan", {"format": "duoka.plan", "version": 8}),
+        ("damaged.plan", {"format": "duoka.plan", "version": 9}),
         ("part.json", {"transformer.embedding": 0}),
         ("misspelt.json", {"": 0, "transformer.word_embeddings": 0}),
         ("elsewhere.json", {"": 7}),

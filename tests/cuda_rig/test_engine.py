@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import time
@@ -65,6 +66,24 @@ def test_a_thread_warms_up_and_takes_what_is_forecast(
     assert torch.cuda.max_memory_reserved(0) == stage.reserved_bytes
     allocated = torch.cuda.max_memory_allocated(0)
     assert 0.97 * stage.allocated_bytes <= allocated <= stage.allocated_bytes
+
+
+@pytest.mark.cuda_rig(gpus="1GiB,1GiB")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("gpus", ["0", "0,1"])
+def test_generate_takes_what_is_forecast(
+    gpus: str, dtype: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its pages are counted in the plan: those of four contexts."""
+    model = tuning.write_model("llama", tmp_path / "model")
+    words = f"--gpus {gpus} --use-all --context 128 --new-tokens 50 --dtype {dtype} --json"
+    prompts = [word for text in ("ab", "abc" * 9, "a", "b" * 30) for word in ("-p", text)]
+    assert run(["generate", str(model), *words.split(), *prompts]) == 0
+    measured = json.loads(capfd.readouterr().out)["measured"]
+    assert len(measured["devices"]) == len(gpus.split(","))
+    for peak, stage in zip(measured["devices"], measured["forecast"], strict=True):
+        assert peak["reserved_bytes"] == stage["reserved_bytes"]
+        assert 0 <= stage["allocated_bytes"] - peak["allocated_bytes"] <= ROUND_BYTES
 
 
 @pytest.mark.cuda_rig(gpus="1GiB", lost="0@9000")
@@ -168,4 +187,4 @@ def test_a_lost_gpu_ends_the_processes(lost: str, tmp_path: Path) -> None:
         pytest.raises(MachineError, match=f"cuda:{lost[0]}|GPU has failed"),
     ):
         list(map(engine.generate, repeat(PROMPTS), repeat(params)))
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 300  # it ends at all

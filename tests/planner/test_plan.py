@@ -33,7 +33,7 @@ def test_a_plan_survives_its_json_form(plan: Plan) -> None:
     assert len(plan.devices) == 2
     assert Plan.from_json(plan.to_json()) == plan
     data = json.loads(plan.to_json())
-    assert (data["format"], data["version"], data["source"]) == ("duoka.plan", 8, "模型/glm")
+    assert (data["format"], data["version"], data["source"]) == ("duoka.plan", 9, "模型/glm")
     assert "模型" in plan.to_json()
 
 
@@ -68,16 +68,19 @@ def changed(plan: Plan, **values: Any) -> str:
     return json.dumps(data)
 
 
-@pytest.mark.parametrize("version", [1, 5, None, "6", True, 9])
+@pytest.mark.parametrize("version", [1, 5, None, "6", True, 10])
 def test_another_version_is_refused(plan: Plan, version: Any) -> None:
-    with pytest.raises(FormatError, match="reads version 8") as caught:
+    with pytest.raises(FormatError, match="reads version 9") as caught:
         Plan.from_json(changed(plan, version=version))
-    newer = "update duoka, or " if version == 9 else ""
+    newer = "update duoka, or " if version == 10 else ""
     assert caught.value.hint == f"{newer}make the plan again"
 
 
 def test_a_file_of_an_earlier_version_is_read(plan: Plan) -> None:
+    later = {"workload__pages_for_batch": ..., "request__workload__pages_for_batch": ...}
+    assert Plan.from_json(changed(plan, version=8, **later)) == plan
     lacks: dict[str, Any] = {"workload__page_tokens": ..., "request__workload__page_tokens": ...}
+    lacks |= later
     old = Plan.from_json(changed(plan, version=6, request__most_new_tokens=..., **lacks))
     assert old == plan == Plan.from_json(changed(plan, version=7, **lacks))
     assert old.workload.page_tokens == 16
@@ -130,7 +133,7 @@ def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
 
 
 def test_hostile_json_is_refused(plan: Plan) -> None:
-    twice = plan.to_json().replace('"version": 8', '"version": 8, "version": 8')
+    twice = plan.to_json().replace('"version": 9', '"version": 9, "version": 9')
     for text in (twice, changed(plan, value=float("nan"))):
         with pytest.raises(FormatError):
             Plan.from_json(text)

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 from tiny import MIB
 
-from duoka import Fleet, Plan, Workload
+from duoka import Fleet, Plan, Workload, models
 from duoka.errors import InfeasibleError, ModelError, WayOut
 from duoka.forecast.profile import Profile
 from duoka.planner.constraints import Constraints
@@ -18,6 +19,7 @@ from duoka.planner.device_map import DeviceMap
 from duoka.planner.request import PlanProblem
 from duoka.planner.resolve import answer
 from duoka.planner.solve import find_plan
+from duoka.tracing.get_profile import profile_module
 
 LOAD = Workload(prompt_tokens=3000, new_tokens=40, batch=4, dtype="bfloat16")
 WEIGHTS = [60 * MIB, *[40 * MIB] * 6, 60 * MIB]
@@ -51,6 +53,7 @@ def follow(way: WayOut, problem: PlanProblem) -> PlanProblem:
     if "--prefill-chunk" in said:
         load = replace(load, prefill_chunk_tokens=int(said["--prefill-chunk"]))
     named: Any = {"cache": said.get("--cache"), "quantize": said.get("--quantize")}
+    named["pages_for_batch"] = said.get("--cache") == "paged"
     load = replace(load, **{name: value for name, value in named.items() if value})
     if "--gpus" in said:
         fleet = Fleet.parse(said["--gpus"])
@@ -140,6 +143,25 @@ def test_a_cache_and_weights_of_fewer_bits() -> None:
         assert matches(way, find_plan(smaller(followed.workload), followed)), way
     cached = refused(ask("virtual:490MiB"), profile_for=smaller)
     assert kinds(cached)[:3] == ["context", "batch", "cache"]
+
+
+def test_pages_need_less_memory_than_a_cache_that_each_step_copies() -> None:
+    load = Workload(
+        prompt_tokens=8000, new_tokens=100, batch=16, dtype="bfloat16", prefill_chunk_tokens=2048
+    )
+    model = models.build(tiny.CONFIGS["llama"], dtype=torch.bfloat16)
+
+    def profile_for(load: Workload) -> Profile:
+        return profile_module(model, load, None)
+
+    paged = replace(load, cache="paged", pages_for_batch=True)
+    (stage,) = find_plan(profile_for(paged), ask("virtual:4GiB", paged)).forecast.devices
+    problem = ask(f"virtual:{round(1.05 * stage.reserved_bytes / MIB)}MiB", load)
+    way = refused(problem, profile_for(load), profile_for).ways_out[0]
+    assert (way.kind, way.options) == ("pages", ("--cache", "paged"))
+    followed = follow(way, problem)
+    assert matches(way, find_plan(profile_for(followed.workload), followed))
+    assert followed.workload.pages == 16 * -(-8100 // 16)
 
 
 def test_fewer_bits_and_fewer_tokens_where_neither_suffices() -> None:

@@ -54,7 +54,7 @@ def chat(
     """
     sampling = answering.sampling()
     images = pictures.read()
-    planned = planning.find_plan(model, with_images(options, images), to_run=True)
+    planned = planning.find_plan_to_answer(model, with_images(options, images))
     plan, opened, reader = planning.open_model(*planned)
     from duoka.engine import SamplingParams
     from duoka.engine.conversation import Conversation

@@ -102,7 +102,7 @@ def generate(
         beside = "--raw, which continues a text"
         pictures.refuse("image", beside=beside, hint="omit one of them")
     images = pictures.read()
-    planned = planning.find_plan(model, with_images(options, images), to_run=True)
+    planned = planning.find_plan_to_answer(model, with_images(options, images))
     plan, opened, reader = planning.open_model(*planned)
     from duoka.engine import SamplingParams
     from duoka.engine.timing import measured

@@ -13,7 +13,7 @@ from duoka.base.files import why
 from duoka.base.text import choose
 from duoka.checkpoint.sampling_params import Sampling
 from duoka.errors import UsageError
-from duoka.forecast.workload import BATCH_CACHES, DTYPES, QUANTIZATIONS
+from duoka.forecast.workload import CACHES, DTYPES, QUANTIZATIONS
 from duoka.planner.constraints import STRATEGIES
 from duoka.planner.plan_profile import CONVENTIONS, Convention
 from duoka.planner.search import OBJECTIVES
@@ -93,9 +93,10 @@ class PlanOptions(OptionGroup):
     )
     cache: str | None = _plan(
         "KIND",
-        "KV cache: dynamic (the default, grows with each token) or int8 (grows too, half the "
-        "memory of 16 bit). Paged caches (--serve) can also be int8.",
-        values=BATCH_CACHES,
+        "KV cache: dynamic (the default of plan, grows with each token), int8 (half the memory of "
+        "16 bit), paged (the default of generate and chat, if the model supports it: pages for "
+        "--batch full contexts) or paged-int8. With --serve, int8 means 8-bit pages.",
+        values=CACHES,
     )
     quantize: str | None = _plan(
         "KIND",

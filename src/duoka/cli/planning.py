@@ -18,7 +18,15 @@ from duoka.checkpoint.architecture import refuse_unbuildable
 from duoka.checkpoint.config import is_for_transformers4
 from duoka.checkpoint.tokenizer_files import refuse_unreadable
 from duoka.errors import CheckpointError, ModelError, UsageError
-from duoka.forecast.workload import BATCH_CACHES, Cache, Training, read_dtype, read_quantization
+from duoka.forecast.workload import (
+    BATCH_CACHES,
+    CACHES,
+    PAGED_CACHES,
+    Cache,
+    Training,
+    read_dtype,
+    read_quantization,
+)
 from duoka.hardware.parse import devices_in
 from duoka.planner.constraints import STRATEGIES, Constraints, Strategy, strategy_of
 from duoka.planner.device_map import DeviceMap
@@ -69,11 +77,13 @@ def find_plan(
     training: Training | None = None,
     *,
     to_run: bool = False,
+    replacement_cache: Cache | None = None,
 ) -> tuple[duoka.Plan, duoka.Checkpoint | None]:
     """Load the saved plan of --plan, or make a new plan.
 
-    `to_run` also requires weights and a readable tokenizer. Returns the plan and its checkpoint;
-    the checkpoint is None if a saved plan is only shown (no model given, nothing to run).
+    `to_run` also requires weights and a readable tokenizer. A model that doesn't support a paged
+    cache gets the `replacement_cache`, if given. Returns the plan and its checkpoint; the
+    checkpoint is None if a saved plan is only shown (no model given, nothing to run).
     """
     if options.plan_file is None:
         if options.replan:
@@ -81,6 +91,13 @@ def find_plan(
         device_map = read_device_map(options)
         checkpoint, request, fleet = read_request(model, options, training, to_run=to_run)
         with working():
+            try:
+                return plan_request(checkpoint, request, fleet, device_map), checkpoint
+            except ModelError:
+                if replacement_cache is None:
+                    raise
+            workload = replace(request.workload, cache=replacement_cache)
+            request = replace(request, workload=workload)
             return plan_request(checkpoint, request, fleet, device_map), checkpoint
     _refuse_demands_beside_plan(options, training)
     if model.model is None:
@@ -100,6 +117,24 @@ def find_plan(
         return plan, checkpoint
     plan.refuse_other(checkpoint.fingerprint, checkpoint.source)
     return replace(plan, source=checkpoint.source), checkpoint
+
+
+def find_plan_to_answer(
+    model: ModelOptions, options: PlanOptions
+) -> tuple[duoka.Plan, duoka.Checkpoint | None]:
+    """Load or make a plan for `generate` and `chat`: with a paged KV cache if possible.
+
+    The cache has the pages of `batch` full contexts. Prompts with images, offloaded weights, and
+    models whose layers can't read pages get a cache per sequence.
+    """
+    if options.plan_file is not None or options.images or options.offload:
+        return find_plan(model, options, to_run=True)
+    paged: dict[str | None, Cache] = {None: "paged", "int8": "paged-int8"}
+    if options.cache not in paged:
+        return find_plan(model, options, to_run=True)
+    cache = choose("cache", options.cache or "dynamic", BATCH_CACHES)
+    options = replace(options, cache=paged[options.cache])
+    return find_plan(model, options, to_run=True, replacement_cache=cache)
 
 
 def find_plan_for_requests(
@@ -310,6 +345,9 @@ def read_workload(
     if not options.images:
         beside = "a prompt without images"
         options.refuse("image_size", "vision_batch", beside=beside, hint="add --images N")
+    cache = _read_cache(options)
+    if cache in PAGED_CACHES:
+        options.refuse("offload", beside=f"--cache {cache}", hint="use --cache dynamic")
     context, new = _tokens(options, training, limit)
     width, height = parse_pixels(options.image_size or IMAGE_SIZE)
     return duoka.Workload(
@@ -318,7 +356,8 @@ def read_workload(
         new_tokens=new,
         dtype=read_dtype(options.dtype or "auto"),
         prefill_chunk_tokens=parse_chunk(options.prefill_chunk or "auto"),
-        cache=_read_cache(options),
+        cache=cache,
+        pages_for_batch=not options.serve,
         quantize=read_quantization(options.quantize or "none"),
         images=options.images or 0,
         vision_batch=parse_chunk(options.vision_batch or "auto"),
@@ -328,15 +367,16 @@ def read_workload(
 
 
 def _read_cache(options: PlanOptions) -> Cache:
-    """Return the kind of KV cache: paged with --serve, otherwise for one batch."""
+    """Return the kind of KV cache, which is always paged with --serve."""
+    cache = choose("cache", options.cache or ("paged" if options.serve else "dynamic"), CACHES)
     if not options.serve:
-        return choose("cache", options.cache or "dynamic", BATCH_CACHES)
-    if options.cache not in (None, "int8"):
+        return cache
+    if cache == "dynamic":
         raise UsageError(
-            f"--cache {options.cache} can't be combined with --serve, whose KV cache is paged",
+            "--cache dynamic can't be combined with --serve, whose KV cache is paged",
             hint="use --cache int8 for 8-bit pages, or omit it for the model's own type",
         )
-    return "paged-int8" if options.cache else "paged"
+    return "paged" if cache == "paged" else "paged-int8"
 
 
 def _concurrent_sequences(options: PlanOptions) -> int:
@@ -403,6 +443,8 @@ def load_engine(
             plan,
             processes=False,
             max_new_tokens=options.most_new_tokens,
+            # On virtual GPUs, which compute on the CPU, the largest steps take minutes.
+            warm_up="first" if plan.devices[0].startswith("vgpu") else "largest",
             adapter=adapter,
             opened=opened,
             progress=bar("loading"),

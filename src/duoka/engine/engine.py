@@ -14,7 +14,7 @@ from functools import partial
 from itertools import islice
 from operator import index
 from queue import SimpleQueue
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ from duoka.api.load import OpenedModel, Progress
 from duoka.base.text import choose
 from duoka.base.units import format_count
 from duoka.errors import DuokaError, UsageError
+from duoka.forecast.serving import WarmUp
 from duoka.models.text.image_prompts import ImagePrompt, images_of
 from duoka.models.text.messages import ChatMessage
 from duoka.planner.out_of_memory import OutOfMemory
@@ -122,11 +123,12 @@ class Engine:
         requested with the plan, or else the rest of the context. No memory is reserved for them: a
         request starts when there are pages for its prompt, and when pages run out, the youngest
         request is preempted and recomputed later.
-    warm_up : {"every", "largest"}
+    warm_up : {"every", "largest", "first"}
         Steps to run before the first request, if the plan has a paged cache. "every": steps of
         every size, some hundreds, after which no step needs more memory. "largest": only the steps
-        with the most tokens, which need by far the most memory; enough for short runs. A later
-        step may then still allocate a memory segment; if that fails, the step is split.
+        with the most tokens, which need by far the most memory; enough for short runs. "first": a
+        step of one token, which allocates the pages. After "largest" and "first" a later step may
+        still allocate a memory segment; if that fails, the step is split.
     on_failure : callable, optional
         Called in the engine's thread with the error when the engine fails for good (a lost GPU or
         process, or a defect), before its requests fail.
@@ -148,7 +150,7 @@ class Engine:
         *,
         processes: bool | None = None,
         max_new_tokens: int | None = None,
-        warm_up: Literal["every", "largest"] = "every",
+        warm_up: WarmUp = "every",
         on_failure: Callable[[Exception], None] | None = None,
         trust_remote_code: bool = False,
         adapter: str | os.PathLike[str] | None = None,
@@ -156,7 +158,7 @@ class Engine:
         download_progress: Progress | None = None,
         opened: OpenedModel | None = None,
     ) -> None:
-        warm_up = choose("warm_up", warm_up, ("every", "largest"))
+        warm_up = choose("warm_up", warm_up, ("every", "largest", "first"))
         executor, self._num_embeddings, self._reader, self._rules = open_executor(
             plan,
             opened or OpenedModel.open(plan, trust_remote_code=trust_remote_code),

@@ -195,6 +195,9 @@ class Workload:
         score a text.
     pages : int, optional
         Pages of a paged cache; by default as many as fit.
+    pages_for_batch : bool
+        True to set `pages` to those of `batch` sequences of the full context, as `duoka generate`
+        and `chat` do, instead of filling the memory.
     page_tokens : {16, 256}
         Tokens of a page of a paged cache; planning sets it unless `pages` are given. FlashAttention
         reads pages of 256 tokens in place, and any other attention gathers the pages first.
@@ -226,6 +229,7 @@ class Workload:
     vision_batch: int | None | Literal["auto"] = "auto"
     logits: Logits = "last"
     pages: int | None = None
+    pages_for_batch: bool = False
     page_tokens: int = PAGE_TOKENS
     gpu_generation: GpuGeneration = field(default_factory=GpuGeneration)
     training: Training | None = None
@@ -260,10 +264,14 @@ class Workload:
         if self.is_paged and self.images:
             raise UsageError(
                 f"images is {self.images}, which the paged KV cache doesn't support",
-                hint="plan for a fixed batch: omit --serve",
+                hint="omit --serve and --cache",
             )
         if self.page_tokens not in (PAGE_TOKENS, BLOCK_TABLE_PAGE_TOKENS):
             raise UsageError(f"page_tokens is {self.page_tokens!r}", hint="omit it")
+        if self.pages_for_batch:  # also after a change of the batch, the context or the cache
+            pages = self.batch * -(-self.context_tokens // self.page_tokens)
+            object.__setattr__(self, "pages", pages if self.is_paged else None)
+            object.__setattr__(self, "pages_for_batch", self.is_paged)
         if self.pages is None:
             return
         _check_whole(self, "pages", 1)

@@ -29,7 +29,9 @@ def command(plan: Plan) -> str | None:
     request = plan.request
     if not plan.source or not request.gpus or plan.objective == "given":
         return None
-    if request.workload.logits != _USUAL.logits or request.workload.pages is not None:
+    workload = request.workload
+    has_page_number = workload.pages is not None and not workload.pages_for_batch
+    if workload.logits != _USUAL.logits or has_page_number:
         return None
     words = ["duoka", "plan", plan.source]
     for option in options(request).values():
@@ -69,19 +71,21 @@ def change(
 def _option_values(request: PlanRequest) -> Iterator[tuple[str, object, object]]:
     """Yield (option, value, default), in the order of the command; a value of None is left out."""
     workload, training = request.workload, request.workload.training
-    constraints, is_paged = request.constraints, workload.is_paged
+    constraints = request.constraints
+    is_served = workload.is_paged and not workload.pages_for_batch
     yield "--gpus", request.gpus or "all", "all"
     yield "--max-context", request.largest == "context", False
     yield "--context", None if request.largest == "context" else workload.context_tokens, None
     yield "--new-tokens", workload.new_tokens if training is None else None, None
-    yield "--serve", is_paged, False
+    yield "--serve", is_served, False
     yield "--max-batch", request.largest == "batch", False
     if request.largest != "batch":
-        batch = ("--sequences", None) if is_paged else ("--batch", _USUAL.batch)
+        batch = ("--sequences", None) if is_served else ("--batch", _USUAL.batch)
         yield batch[0], workload.batch, batch[1]
     yield "--dtype", workload.dtype, _USUAL.dtype
     yield "--quantize", workload.quantize, _USUAL.quantize
-    yield "--cache", "int8" if workload.has_int8_cache else None, None
+    cache = workload.cache.removeprefix("paged-" if is_served else "")
+    yield "--cache", cache, "paged" if is_served else _USUAL.cache
     if training is None:
         yield "--prefill-chunk", workload.prefill_chunk_tokens or "none", "auto"
     if workload.images:

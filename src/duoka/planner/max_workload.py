@@ -91,7 +91,7 @@ def sizes_to_try(profile: Profile, problem: PlanProblem) -> Sequence[int]:
 def _resize(problem: PlanProblem, size: int) -> Workload:
     """Return the problem's workload with another batch or context."""
     workload = problem.workload
-    if problem.largest == "batch" and workload.is_paged:
+    if problem.largest == "batch" and workload.is_paged and not workload.pages_for_batch:
         # Enough pages to run `size` requests of the full context at the same time.
         return replace(workload, batch=size, pages=size * least_pages(workload))
     if problem.largest == "batch":

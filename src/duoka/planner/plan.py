@@ -30,8 +30,8 @@ from .reasons import Reason
 from .request import PlanRequest
 
 _FORMAT = "duoka.plan"
-_VERSION = 8
-_EARLIER_VERSIONS = (6, 7)
+_VERSION = 9
+_EARLIER_VERSIONS = (6, 7, 8)
 _MAX_BYTES = 64 * 2**20
 _REPLAN = "plan for the GPUs of this machine: omit --gpus, or use --replan with a saved plan"
 
@@ -324,7 +324,7 @@ def _label(device: Device, separator: str = " ") -> str:
 
 
 def _add_later_fields(data: dict[str, Any]) -> None:
-    """Add what a plan file of an earlier version lacks: a limit of the request, the page size."""
+    """Add what a plan file of an earlier version lacks: the limit of new tokens, facts of pages."""
     request = data.get("request")
     if isinstance(request, dict):
         request.setdefault("most_new_tokens", None)
@@ -332,3 +332,4 @@ def _add_later_fields(data: dict[str, Any]) -> None:
         workload = part.get("workload") if isinstance(part, dict) else None
         if isinstance(workload, dict):
             workload.setdefault("page_tokens", PAGE_TOKENS)
+            workload.setdefault("pages_for_batch", False)

@@ -215,8 +215,8 @@ def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
         and not generation.before_ampere
         and reads_block_tables(checkpoint.config)
     )
-    if workload.pages is not None:  # which are counted in pages of this size
-        return workload
+    if workload.pages is not None and not workload.pages_for_batch:
+        return workload  # the number given counts pages of the size given
     return replace(workload, page_tokens=BLOCK_TABLE_PAGE_TOKENS if has_tables else PAGE_TOKENS)
 
 

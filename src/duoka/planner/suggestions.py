@@ -42,6 +42,7 @@ _KNOBS = {
     "context": ("{context}", ""),
     "chunk": ("{chunk}", "slightly more time to the first token"),
     "batch": ("a batch of {batch}", ""),
+    "pages": ("a paged KV cache, as in generate and chat", ""),
     "cache": ("an 8-bit KV cache", _QUALITY),
     **dict.fromkeys(_BITS, _WEIGHTS),
     "offload": (
@@ -116,6 +117,9 @@ class SuggestionSearch:
         # Each `_try` suggests the first of its problems with a plan: the change alone, then with
         # another chunk, then with a smaller cache. Quantized weights are combined with a shorter
         # context only if no context fits without them.
+        if self._workload.cache == "dynamic" and not self._workload.images:
+            paged: dict[str, Any] = {"cache": "paged", "pages_for_batch": True}
+            yield from self._try("pages", *self._with_any_chunk(**paged))
         shorter = list(self._shorten())
         yield from shorter
         if self._workload.prefill_chunk_tokens != "auto":
@@ -134,7 +138,8 @@ class SuggestionSearch:
                 problems.append(replace(problems[0], largest="context"))
             yield from self._try(scheme, *dict.fromkeys(problems))
         # `--serve` refuses offloaded weights: a suggestion must work when followed.
-        yield from () if self._workload.is_paged else self._offload()
+        if not self._workload.is_paged or self._workload.pages_for_batch:
+            yield from self._offload()
 
     def _shorten(self) -> Iterator[WayOut]:
         """Suggest the longest context that fits."""
@@ -164,7 +169,8 @@ class SuggestionSearch:
 
     def _offload(self) -> Iterator[WayOut]:
         """Suggest offloading as few weights to CPU memory as possible."""
-        problem = self._problem
+        cache = self._workload.cache.removeprefix("paged-")
+        problem = self._change(cache="dynamic" if cache == "paged" else cache)
         if problem.constraints.offload or problem.device_map or problem.largest:
             return  # a search for the largest size takes minutes here
         constraints = replace(problem.constraints, offload=True)
@@ -300,7 +306,8 @@ class SuggestionSearch:
         workload = plan.workload
         words, cost = _KNOBS.get(knob, (text, ""))
         options = f" --quantize {knob}" if knob in _BITS else ""
-        options += " --cache int8" if workload.cache != self._workload.cache else ""
+        is_rounded = workload.has_int8_cache and not self._workload.has_int8_cache
+        options += " --cache int8" if is_rounded else ""
         chunk = workload.prefill_chunk_tokens
         added_words, without = change(self._request, self._requested(plan))
         return WayOut(
@@ -330,7 +337,7 @@ class SuggestionSearch:
         largest = self._problem.largest
         if knob in _BITS and plan.request.largest != largest:
             text += f", and {_describe_context(workload)}"
-        if knob != "cache" and workload.cache != requested.cache:
+        if knob != "cache" and workload.has_int8_cache and not requested.has_int8_cache:
             text += ", an 8-bit KV cache"
         if knob != "chunk" and requested.prefill_chunk_tokens not in (
             "auto",

@@ -316,15 +316,15 @@ def workload_facts(workload: Workload) -> Iterator[str]:
 def _inference_facts(workload: Workload) -> Iterator[str]:
     new = f"({workload.prompt_tokens} + {workload.new_tokens} new)"
     chunk = workload.prefill_chunk_tokens
-    is_served = workload.is_paged
+    is_served = workload.is_paged and not workload.pages_for_batch
     yield f"up to {workload.batch} requests" if is_served else f"batch {workload.batch}"
     yield f"context {workload.context_tokens} {new}"
     yield from _image_facts(workload)
-    if is_served:
+    if workload.is_paged:
         yield f"steps of {chunk or workload.prompt_tokens} tokens"
-        return
-    yield "prefill in a single pass" if chunk is None else f"prefill in chunks of {chunk}"
-    if workload.cache != "dynamic":
+    else:
+        yield "prefill in a single pass" if chunk is None else f"prefill in chunks of {chunk}"
+    if not is_served and workload.cache != "dynamic":
         yield f"{workload.cache} KV cache"
 
 

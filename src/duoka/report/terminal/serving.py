@@ -20,8 +20,12 @@ def render_serving(plan: Plan) -> Iterator[Text]:
     assert pages is not None, "a plan's workload is resolved"
     size = plan.workload.page_tokens
     tokens = pages * size
-    yield Text(f"{pages:,} pages of {size} tokens, {tokens:,} in total: {_by_stage(plan)}")
-    yield Text(f"at once {_requests_by_length(plan, pages)}")
+    text = f"{pages:,} pages of {size} tokens, {tokens:,} in total"
+    if plan.workload.pages_for_batch:
+        yield Text(text)
+    else:
+        yield Text(f"{text}: {_by_stage(plan)}")
+        yield Text(f"at once {_requests_by_length(plan, pages)}")
     yield from (Text(line) for line in _describe_throughput(plan))
 
 
