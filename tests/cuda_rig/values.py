@@ -54,11 +54,12 @@ class values(TorchDispatchMode):  # noqa: N801  (used as a scope, like torch.no_
                 result = _like(func(*tree_map(_on_meta, args), **kwargs), args[0])
             else:
                 result = func(*args, **kwargs)
+        elif func.overloadpacket in _INDEXING:
+            args = args[0], [*_columns(args[1])], *args[2:]
+            result = func(*args, **kwargs)
         elif _is_hosts(func) and list(_on_device(args)):
             return _from_host(func, args, kwargs)
         else:
-            if func.overloadpacket in _INDEXING:
-                args = args[0], [*_columns(args[1])], *args[2:]
             result = func(*args, **kwargs)
         if not func.is_view:
             self._compute(func, args, kwargs, list(_tensors(result)))
