@@ -32,6 +32,7 @@ from duoka.runtime.load import load_weights
 from duoka.runtime.lost_gpu import find_lost_gpu
 from duoka.runtime.out_of_memory import explain
 from duoka.runtime.publisher import BusyShares, Publisher
+from duoka.stages.channels import Channel
 from duoka.stages.interceptor import BlockInterceptor
 from duoka.stages.micro_batch import StageMicroBatch
 from duoka.stages.route import Routes
@@ -41,6 +42,7 @@ from duoka.workers.worker import run_with_channel
 
 from .executor import outcomes_of
 from .request import Outcome
+from .stage_graphs import KeptTensors, StageGraphs
 
 _BEAT_SECONDS = 0.25
 
@@ -49,12 +51,14 @@ _BEAT_SECONDS = 0.25
 class EngineStep:
     """A step: chunks of different sequences to compute at once; `number` identifies the step.
 
-    A trial step has a `size` and no chunks: it computes padding, to allocate the needed memory.
+    A trial step has a `size` and no chunks: it computes padding, to allocate the needed memory, or
+    if `is_graph` a decode step, of which each stage then records a CUDA graph.
     """
 
     number: int
     chunks: Sequence[Chunk]
     size: StepSize | None = None
+    is_graph: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +102,8 @@ class _StageWorker:
         shares = BusyShares(lambda: {device: self._busy_seconds})
         self.publisher = Publisher(plan, model, [device], busy_shares=shares)
         self._interceptor = BlockInterceptor(model, plan.placement)
-        self._paged = PagedModel(model, settings.capacity, is_known=True)
+        self._paged = PagedModel(model, settings.capacity, self._device, is_known=True)
+        self._graphs = StageGraphs(self._paged, self._interceptor, self._device)
         self._routes = settings.routes
         ranks = [plan.devices.index(name) for name in names]
         self._channel = SharedMemoryChannel(settings.memory, sockets, ranks, self._device)
@@ -122,7 +127,7 @@ class _StageWorker:
             if step is None:
                 self._write_peaks()
                 return
-            paged = self._paged.step(step.chunks, step.size)
+            paged = self._paged.step(step.chunks, step.size, is_decoding=step.is_graph)
             self._waiting_stages.extend((step, paged, stage) for stage in later_stages)
             self._compute(driver, step, paged, first_stage)
 
@@ -153,18 +158,21 @@ class _StageWorker:
         # does the step's transfers (`abandon`): it receives its inputs and sends zeros. Later
         # stages compute with the zeros, and the driver drops their outcomes.
         route = self._routes.at(paged.num_tokens, len(paged.last_rows))
-        micro_batch = StageMicroBatch(
-            route, stage, step.number, self._channel, self._device, learns=False
-        )
+
+        def make(channel: Channel) -> StageMicroBatch:
+            return StageMicroBatch(route, stage, step.number, channel, self._device, learns=False)
+
+        kept = KeptTensors(self._device, self._channel)
+        micro_batch = make(kept if step.is_graph else self._channel)
         begin, waited = time.perf_counter(), self._channel.waited_seconds
         is_last = stage == len(self._routes.devices) - 1
         failure = None
         try:
-            logits = micro_batch.forward(self._interceptor, self._paged.call(paged, self._device))
+            logits = self._graphs.forward(stage, paged, micro_batch)
+            if step.is_graph:
+                self._graphs.record(stage, (paged, kept, logits), make)
             if logits is not None:
-                if step.size is not None:
-                    draw_in_every_way(logits)
-                outcomes = outcomes_of(step.chunks, logits)
+                outcomes = _find_outcomes(step, logits)
                 driver.send(StageReport(step.number, outcomes, is_last))
         except (EOFError, OSError):  # the connection to another process is lost
             raise
@@ -183,6 +191,13 @@ class _StageWorker:
                 devices.give_back()
             micro_batch.abandon()
         self._channel.after_sends(partial(self._count_busy, begin))
+
+
+def _find_outcomes(step: EngineStep, logits: torch.Tensor) -> list[Outcome]:
+    """Sample the tokens of a step; of a trial step, in every way."""
+    if step.size is not None:
+        draw_in_every_way(logits)
+    return outcomes_of(step.chunks, logits)
 
 
 def main() -> None:

@@ -121,6 +121,8 @@ class StagedExecutor:
             self._run_trial_step(FIRST)
             for size in self.capacity.warm_up_steps(warm_up, self._reserved_bytes):
                 self._run_trial_step(size)
+            for size in self.capacity.graph_steps():
+                self._run_trial_step(size, is_graph=True)
         except BaseException as error:
             self.close()
             if not isinstance(error, OSError):
@@ -154,9 +156,11 @@ class StagedExecutor:
             self._resources.callback(self._end_workers)
         return sockets
 
-    def submit(self, chunks: Sequence[Chunk], size: StepSize | None = None) -> None:
-        """See `Executor`; with a size and no chunks, submit a trial step of padding."""
-        message = pickle.dumps(EngineStep(next(self._numbers), chunks, size))
+    def submit(
+        self, chunks: Sequence[Chunk], size: StepSize | None = None, *, is_graph: bool = False
+    ) -> None:
+        """See `Executor`; with a size and no chunks, submit a trial step (see `EngineStep`)."""
+        message = pickle.dumps(EngineStep(next(self._numbers), chunks, size, is_graph))
         self._num_in_flight, self._last_activity_at = self._num_in_flight + 1, time.monotonic()
         with suppress(OSError):  # a worker is lost; `wait` raises the error
             for driver in self._drivers:
@@ -270,9 +274,9 @@ class StagedExecutor:
                 message = driver.recv()
             open_result(message)
 
-    def _run_trial_step(self, size: StepSize) -> None:
-        """Run a trial step of padding; raise MachineError if it fails."""
-        self.submit([], size)
+    def _run_trial_step(self, size: StepSize, *, is_graph: bool = False) -> None:
+        """Run a trial step (see `EngineStep`); raise MachineError if it fails."""
+        self.submit([], size, is_graph=is_graph)
         while (result := self._wait()) is None:
             pass  # woken by a request that is already queued
         if isinstance(result, Exception):

@@ -7,7 +7,7 @@ compared with it. A workload is a schedule of passes over a stage's blocks; `rep
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from math import inf
 from typing import TypeVar
@@ -199,7 +199,7 @@ class StageRun:
         capacity: int | None,
         device_of: Sequence[str] | None,
     ) -> None:
-        self.replay, self.device_of = replay, device_of
+        self.replay, self.device_of, self._capacity = replay, device_of, capacity
         profile = replay.profile
         self.blocks = sorted(blocks)
         self.kinds = [profile.kinds[profile.blocks[block].kind] for block in self.blocks]
@@ -215,6 +215,7 @@ class StageRun:
         self.is_paused = False
         self._passes = replay.passes(self)
         self._has_workspace: set[bool] = set()
+        self._graph_pool = new_memory(None)
         # Keys of the allocations that the last forward pass saved for its backward pass.
         self._saved: tuple[Key, ...] = ()
         # Programs with `device_of`, and those of training, are not shared with other stages.
@@ -222,24 +223,45 @@ class StageRun:
         self._programs = replay.programs if is_shared else {}
         self._signature = stage_signature(profile, self.blocks)
 
+    @property
+    def reserved_bytes(self) -> int:
+        """The peak of the reserved bytes, with those of CUDA graphs."""
+        return self.memory.max_reserved + self._graph_pool.max_reserved
+
+    @property
+    def is_full(self) -> bool:
+        """True if the reserved bytes, with those of CUDA graphs, exceed the capacity."""
+        return self._capacity is not None and self.reserved_bytes > self._capacity
+
     def run(self, usable_bytes: float = inf) -> StageBytes:
         """Replay passes until one reserves more than the usable bytes, and return the peaks."""
         memory, weights = self.memory, self._weight_bytes
         # `any` stops after the first pass that exceeds the limit. The generator and the allocator
         # keep their state, so the next call continues with the next pass.
-        self.is_paused = any(memory.max_reserved > usable_bytes for _ in self._passes)
+        self.is_paused = any(self.reserved_bytes > usable_bytes for _ in self._passes)
         kept_bytes, optimizer = memory.cached_at_peak, memory.aside_at_peak
+        pool = self._graph_pool  # of which graphs keep cuBLAS's workspace, and use the rest again
         is_training = self.replay.workload.training is not None
         return StageBytes(
             weight_bytes=weights,
             kv_cache_bytes=0 if is_training else kept_bytes,
-            activation_bytes=memory.peak - weights - kept_bytes - optimizer,
-            allocated_bytes=memory.peak,
-            reserved_bytes=memory.max_reserved,
-            requested_bytes=memory.requested_peak,
+            activation_bytes=memory.peak + pool.allocated - weights - kept_bytes - optimizer,
+            allocated_bytes=memory.peak + pool.allocated,
+            reserved_bytes=self.reserved_bytes,
+            requested_bytes=memory.requested_peak + pool.requested,
             gradient_bytes=kept_bytes if is_training else 0,
             optimizer_bytes=optimizer,
         )
+
+    def record_graphs(self, steps: Iterable[int]) -> None:
+        """Run passes as CUDA graphs are recorded: in a pool of their own, with its workspace."""
+        memory, self.memory = self.memory, self._graph_pool
+        self._has_workspace.clear()
+        for step in steps:
+            for _ in ("seed", "offset"):  # of the random numbers of a graph: 8 bytes each
+                self.memory.hold(8)
+            self.run_pass(step)
+        self.memory = memory
 
     def run_pass(self, step: int, saved: Sequence[Held] = ()) -> list[Held]:
         """Run a pass, and return the blocks to pass as `saved` to its backward pass."""

@@ -42,7 +42,13 @@ class ServingReplay(Replay):
     def _schedule(self) -> list[ForecastStep]:
         sizes = self.capacity.steps()
         first_step = self._serve(FIRST, is_first=True)
-        return [first_step, *map(self._serve, sizes[:1] if self.brief else sizes)]
+        if self.brief:
+            return [first_step, self._serve(sizes[0])]
+        return [
+            first_step,
+            *map(self._serve, sizes),
+            *map(self._serve, self.capacity.graph_steps()),
+        ]
 
     def _serve(
         self,
@@ -76,10 +82,13 @@ class ServingReplay(Replay):
         # steps in any order find the same segments.
         stage.run_pass(0)
         memory, reserved = stage.memory, -1
+        first_graph = len(self.steps) - len(self.capacity.graph_steps())
         while reserved < memory.max_reserved:
             reserved = memory.max_reserved
-            for step in range(1, len(self.steps)):
+            for step in range(1, first_graph):
                 stage.run_pass(step)
             yield
-        if memory.is_pressed:  # segments were returned, so a later step might need them again
+        stage.record_graphs(range(first_graph, len(self.steps)))
+        yield
+        if memory.is_pressed or stage.is_full:  # a later step may need returned segments again
             raise OutOfCapacity(0, reserved, memory.allocated, reserved)

@@ -25,6 +25,8 @@ from .workload import BLOCK_TABLE_PAGE_TOKENS, Workload
 PIECE_ROWS = 256
 """The most queries of one piece of attention (one kernel call)."""
 _GATHERED_TOKENS = 8192
+_MOST_GRAPH_TOKENS = 256
+"""The most tokens of a step that is replayed as a CUDA graph; larger steps keep a GPU busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,8 @@ class Capacity:
         True if pages hold 8-bit integers, with a scale for each token and head.
     gathers : bool
         True if pages of any size are gathered: attention that reads them in place failed a test.
+    has_graphs : bool
+        True if decode steps are CUDA graphs where attention reads pages in place.
     """
 
     sequences: int
@@ -84,6 +88,7 @@ class Capacity:
     whole_prompts: bool = False
     is_int8: bool = False
     gathers: bool = False
+    has_graphs: bool = False
 
     @classmethod
     def of(cls, workload: Workload) -> Capacity:
@@ -100,6 +105,7 @@ class Capacity:
                 workload.batch * workload.context_tokens,
             ),
             is_int8=workload.has_int8_cache,
+            has_graphs=workload.cuda_graphs,
         )
 
     @property
@@ -175,6 +181,17 @@ class Capacity:
                 logit = logits[-1 - min(number, len(logits) - 1)]
                 sizes.append(StepSize(tokens=tokens, rows=min(row, tokens), logits=logit))
         return sizes
+
+    def graph_steps(self) -> list[StepSize]:
+        """Return the sizes of the steps of decoding sequences that are CUDA graphs, largest first.
+
+        With 10 sequences these have 10, 8, 7, …, 1 tokens: 9 sequences are padded to 10.
+        """
+        if not (self.has_graphs and self.has_block_tables):
+            return []
+        most = min(self.sequences, _MOST_GRAPH_TOKENS)
+        sizes = _sort_distinct(map(self.tokens, range(1, most + 1)))
+        return [StepSize(tokens=size, rows=1, logits=self.logits(size)) for size in sizes[::-1]]
 
     def largest_steps(self) -> list[StepSize]:
         """Return the step sizes with the most tokens."""

@@ -201,6 +201,9 @@ class Workload:
     page_tokens : {16, 256}
         Tokens of a page of a paged cache; planning sets it unless `pages` are given. FlashAttention
         reads pages of 256 tokens in place, and any other attention gathers the pages first.
+    cuda_graphs : bool
+        Replay decode steps as CUDA graphs where FlashAttention reads pages in place: the host then
+        makes one launch per step, and the graphs take some memory.
     gpu_generation : GpuGeneration
         Generation of the GPUs; planning sets it to that of the fleet.
     training : Training, optional
@@ -231,6 +234,7 @@ class Workload:
     pages: int | None = None
     pages_for_batch: bool = False
     page_tokens: int = PAGE_TOKENS
+    cuda_graphs: bool = True
     gpu_generation: GpuGeneration = field(default_factory=GpuGeneration)
     training: Training | None = None
 

@@ -333,3 +333,4 @@ def _add_later_fields(data: dict[str, Any]) -> None:
         if isinstance(workload, dict):
             workload.setdefault("page_tokens", PAGE_TOKENS)
             workload.setdefault("pages_for_batch", False)
+            workload.setdefault("cuda_graphs", True)

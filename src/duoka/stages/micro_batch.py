@@ -77,7 +77,7 @@ class StageMicroBatch:
         for number, transfer in enumerate(self._route.transfers):
             if transfer.target == self._stage and number not in self._received_numbers:
                 with suppress(torch.OutOfMemoryError):  # raised after the message was received
-                    self._receive(number)
+                    self.receive(number)
             if transfer.source == self._stage and number not in self._sent:
                 zeros = torch.zeros(transfer.shape.sizes, dtype=transfer.shape.dtype)
                 self._channel.send(self._message(number), zeros)
@@ -93,7 +93,7 @@ class StageMicroBatch:
         for number, edge in self._sent.items():
             if edge is not None:
                 roots.append(edge)
-                gradients.append(self._receive(number, is_gradient=True))
+                gradients.append(self.receive(number, is_gradient=True))
         if loss is not None:
             roots.append(loss)
             gradients.append(None)
@@ -168,31 +168,36 @@ class StageMicroBatch:
             return tensor
         transfer = self._route.transfers[number]
         if transfer.source == self._stage and number not in self._sent:
-            if tuple(tensor.shape) != transfer.shape.sizes:
-                raise unstageable(
-                    f"a tensor of {tuple(tensor.shape)} is sent to a stage that expects "
-                    f"{transfer.shape.sizes}"
-                )
-            keeps = self._learns and transfer.requires_grad and tensor.requires_grad
-            self._channel.send(self._message(number), tensor.detach())
-            self._sent[number] = get_gradient_edge(tensor) if keeps else None
+            self.send(number, tensor)
         if transfer.target != self._stage:
             return tensor
         if number not in self._received:
             self._received[number] = self._receive_leaf(number)
         return self._received[number]
 
+    def send(self, number: int, tensor: Tensor) -> None:
+        """Send the tensor of a transfer."""
+        transfer = self._route.transfers[number]
+        if tuple(tensor.shape) != transfer.shape.sizes:
+            raise unstageable(
+                f"a tensor of {tuple(tensor.shape)} is sent to a stage that expects "
+                f"{transfer.shape.sizes}"
+            )
+        keeps = self._learns and transfer.requires_grad and tensor.requires_grad
+        self._channel.send(self._message(number), tensor.detach())
+        self._sent[number] = get_gradient_edge(tensor) if keeps else None
+
     def _receive_leaf(self, number: int) -> Tensor:
         """Receive a transfer as a leaf of this stage's graph, if its gradient is needed."""
         if not (self._learns and self._route.transfers[number].requires_grad):
-            return self._receive(number)
+            return self.receive(number)
 
         with torch.enable_grad():
             anchor = torch.empty(0, device=self._device, requires_grad=True)
             arrived: Tensor = _Arrival.apply(anchor, self, number)  # type: ignore[no-untyped-call]
         return arrived
 
-    def _receive(self, number: int, *, is_gradient: bool = False) -> Tensor:
+    def receive(self, number: int, *, is_gradient: bool = False) -> Tensor:
         """Receive the tensor of a transfer, or the gradient of a sent one."""
         shape = self._route.transfers[number].shape
         if not is_gradient:
@@ -229,7 +234,7 @@ class _Arrival(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, micro_batch: StageMicroBatch, number: int) -> Tensor:
         ctx.micro_batch, ctx.number = micro_batch, number
-        return micro_batch._receive(number)
+        return micro_batch.receive(number)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:

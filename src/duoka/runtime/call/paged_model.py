@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from ..lost_gpu import find_lost_gpu
 from . import paged_attention
 from .chunk import Chunk
 from .paged_cache import PagedCache
-from .paged_step import PagedStep
+from .paged_step import PagedStep, fill
+from .step_graphs import Recorded, StepGraph, StepGraphs, refuse_difference
 from .try_attention import reads_in_place
 
 _SERVED = frozenset({"full_attention", "sliding_attention"})
@@ -63,6 +65,7 @@ class PagedModel:
             is_usable = all(reads_in_place(device, _head_dim(model)) for device in devices)
             capacity = replace(capacity, gathers=not is_usable)
         self.cache = PagedCache(capacity, {0, *windows})
+        self._graphs = StepGraphs(self.device)
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._is_spread = len(devices) > 1 if is_spread is None else is_spread
         paged_attention.register()
@@ -73,6 +76,7 @@ class PagedModel:
     def close(self) -> None:
         """Restore the model's own attention, and free the cache."""
         self.model.set_attn_implementation(self._attention_before)
+        self._graphs.clear()
         del self.cache
 
     @torch.no_grad()
@@ -105,16 +109,51 @@ class PagedModel:
         self.start()
         for size in self.cache.capacity.warm_up_steps(warm_up, self._reserved_bytes):
             self.try_out(size)
+        self._record_graphs()
+
+    @torch.no_grad()
+    def _record_graphs(self) -> None:
+        """Record the decode steps of all sizes as CUDA graphs, and compare each with its kernels.
+
+        After an error, or if results differ, steps go on as they do without graphs.
+        """
+        if not self._graphs.is_usable or self._is_spread:
+            return
+        with self._graphs.trying():
+            for size in self.cache.capacity.graph_steps():
+                step = self.step(size=size, is_decoding=True)  # with other tokens than recorded
+                expected = self.call(step, self.device)()
+                self._graphs.record(size.tokens, partial(self._record, size))
+                refuse_difference([self.call(step, self.device)()], [expected])
+
+    def _record(self, size: StepSize) -> Recorded:
+        """Run a decode step for a graph; return its table and its logits."""
+        run, table = self.call_for_graph(size)
+        return [table], [run()]
+
+    def call_for_graph(self, size: StepSize) -> tuple[Callable[[], Tensor], Tensor]:
+        """Return a function that calls the model with a decode step, and the step's empty table."""
+        step = PagedStep.of_decoding(size, self.cache, 0)
+        table = torch.empty(len(step.numbers()), dtype=torch.long, device=self.device)
+        return self._bind(step, step.arguments(table)), table
 
     def try_out(self, size: StepSize) -> None:
         """Run a step of a given size, and every path of sampling on its logits."""
         draw_in_every_way(self.run(size=size))
 
-    def step(self, chunks: Sequence[Chunk] = (), size: StepSize | None = None) -> PagedStep:
-        """Make a step of chunks, or a step of padding alone if a size is given."""
-        return (
-            PagedStep(chunks, self.cache) if size is None else PagedStep.of_size(size, self.cache)
-        )
+    def step(
+        self,
+        chunks: Sequence[Chunk] = (),
+        size: StepSize | None = None,
+        *,
+        is_decoding: bool = False,
+    ) -> PagedStep:
+        """Make a step of chunks; if a size is given, of padding alone or of decoding sequences."""
+        if size is None:
+            return PagedStep(chunks, self.cache)
+        if is_decoding:
+            return PagedStep.of_decoding(size, self.cache, 1)
+        return PagedStep.of_size(size, self.cache)
 
     @torch.no_grad()
     def run(self, chunks: Sequence[Chunk] = (), size: StepSize | None = None) -> Tensor:
@@ -127,7 +166,12 @@ class PagedModel:
         The function returns the logits of `step.last_rows`, [rows, vocabulary]: of the chunks with
         a `row`, in the caller's order, then padding.
         """
-        inputs = step.inputs(device)
+        if step.is_decoding and (graph := self._graphs.get(step.num_tokens)):
+            return partial(_replay, graph, step)
+        return self._bind(step, step.inputs(device))
+
+    def _bind(self, step: PagedStep, inputs: dict[str, Any]) -> Callable[[], Tensor]:
+        """Return a function that calls the model with the arguments of a step; see `call`."""
         on_device = inputs.pop("logits_to_keep")
         # On several devices the hidden states needn't be on the device of the inputs.
         rows = step.last_rows if self._is_spread else on_device
@@ -176,6 +220,14 @@ def reads_pages(model: PreTrainedModel) -> bool:
         and not getattr(config, "num_kv_shared_layers", 0)
         and set(getattr(config, "layer_types", None) or ()) <= _SERVED
     )
+
+
+def _replay(graph: StepGraph, step: PagedStep) -> Tensor:
+    """Replay a recorded step with the table of another step; return the logits."""
+    (table,), (logits,) = graph.inputs, graph.outputs
+    fill(table, step.numbers())
+    graph.graph.replay()
+    return logits
 
 
 def _head_dim(model: PreTrainedModel) -> int:

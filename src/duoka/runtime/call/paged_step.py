@@ -104,6 +104,29 @@ class PagedStep:
         self._chunk_of = np.repeat(np.arange(len(lengths)), lengths)  # by token
 
     @classmethod
+    def of_decoding(cls, size: StepSize, cache: PagedCache, token: int) -> PagedStep:
+        """Make a step of a given size, as the fewest decoding sequences need, over scratch pages.
+
+        Each has one token, `token`, at a position of its own.
+        """
+        number = next(
+            n for n in range(1, size.tokens + 1) if cache.capacity.tokens(n) == size.tokens
+        )
+        pages = [cache.scratch_page]
+        return cls([Chunk(at, [token], at, pages, row=()) for at in range(number)], cache)
+
+    @property
+    def size(self) -> StepSize:
+        """The size of a decode step."""
+        return StepSize(tokens=self.num_tokens, rows=1, logits=len(self.last_rows))
+
+    @property
+    def is_decoding(self) -> bool:
+        """True if the step has one token of each sequence, after which one is sampled."""
+        is_single = len(self.chunks) == len(self._chunk_of)
+        return is_single and all(chunk.row is not None for chunk in self.chunks)
+
+    @classmethod
     def of_size(cls, size: StepSize, cache: PagedCache) -> PagedStep:
         """Make a step of a given size that computes padding alone, in a single tile."""
         capacity = cache.capacity
@@ -184,15 +207,22 @@ class PagedStep:
         return offsets, used, tables.view(rows, width)
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
-        """Make the arguments of the model's `forward`; `logits_to_keep` is `last_rows`, [rows].
+        """Fill a new table on a device; return the arguments of the model's `forward`.
 
         The host doesn't wait for the device.
         """
-        gathered = self.cache.capacity.gathered_tokens
-        filled = pinned(torch.from_numpy(np.concatenate([*self._table_parts()])), device)
-        table = torch.empty(gathered + len(filled), dtype=torch.long, device=device)
+        gathered, numbers = self.cache.capacity.gathered_tokens, self.numbers()
+        table = torch.empty(gathered + len(numbers), dtype=torch.long, device=device)
         torch.arange(gathered, out=table[:gathered])
-        table[gathered:].copy_(filled, non_blocking=True)
+        fill(table[gathered:], numbers)
+        return self.arguments(table)
+
+    def numbers(self) -> Tensor:
+        """Return the table behind the positions of keys, on the host."""
+        return torch.from_numpy(np.concatenate([*self._table_parts()]))
+
+    def arguments(self, table: Tensor) -> dict[str, Any]:
+        """Return the arguments of the model's `forward`; `logits_to_keep` is `last_rows`."""
         sizes = self.num_tokens, self.num_tokens, len(self.last_rows)
         _, tokens, positions, rows = table.split((len(table) - sum(sizes), *sizes))
         return {
@@ -332,6 +362,11 @@ class PagedStep:
         rows = min(power(number), self.num_tokens)
         first = max(0, min(row, self.num_tokens - rows))
         return QueryTile(first, rows, slice(row - first, row - first + number), skipped, pages)
+
+
+def fill(table: Tensor, numbers: Tensor) -> None:
+    """Copy numbers of the host into a table; the host doesn't wait for the device."""
+    table.copy_(pinned(numbers, table.device), non_blocking=True)
 
 
 def _padded(numbers: Sequence[int] | NDArray[np.int64], size: int) -> NDArray[np.int64]:

@@ -1,0 +1,139 @@
+"""CUDA graphs of decode steps: the kernels of a step are recorded once, and replayed by one call.
+
+A step of a given number of tokens always launches the same kernels, with the same sizes; only the
+numbers in the step's table differ. So the kernels read the table from a fixed address, and a step
+copies its own table there before the replay. The host then makes one copy and one launch instead
+of a thousand launches.
+
+Graphs of one device share a memory pool, from which their tensors are allocated while they are
+recorded. Graphs are replayed one at a time, and the result of one is read before the next is
+replayed, so all graphs may use the same memory: recording the largest first makes the pool as large
+as the largest graph needs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from duoka.errors import ModelError
+
+from ..lost_gpu import find_lost_gpu
+
+_LOG = logging.getLogger(__name__)
+_TOLERANCE = 0.02  # bfloat16 rounds by 0.004
+
+
+class StepGraph(NamedTuple):
+    """The recorded kernels of a step.
+
+    A replay reads the tensors `inputs` and writes `outputs`. Their memory belongs to the pool: it
+    holds the values of the latest replay until another graph of the pool is replayed.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+
+Recorded = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""The inputs and outputs of recorded kernels."""
+
+
+class StepGraphs:
+    """The graphs of a device, by key, with one memory pool; `is_usable` if it can have any."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._graphs: dict[Hashable, StepGraph] = {}
+        self._pool: Any = None
+        self.is_usable = device.type == "cuda"
+
+    def get(self, key: Hashable) -> StepGraph | None:
+        """Return the graph of a key; None if it wasn't recorded."""
+        return self._graphs.get(key)
+
+    def clear(self) -> None:
+        """Free all graphs and their memory pool."""
+        self._graphs.clear()
+        self._pool = None
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Log any error in the scope as a warning, and free the graphs: steps run without them.
+
+        A lost GPU is raised.
+        """
+        try:
+            yield
+        except Exception as error:  # whatever CUDA refuses in the model's code
+            if lost := find_lost_gpu(error):
+                raise lost from error
+            self.clear()
+            self.is_usable = False
+            reason = str(error).partition("\n")[0][:200]
+            _LOG.warning("%s: decode steps run without CUDA graphs: %s", self._device, reason)
+
+    def record(self, key: Hashable, run: Callable[[], Recorded]) -> StepGraph:
+        """Record the kernels that `run` launches; it returns their inputs and outputs.
+
+        Nothing is computed. An error of CUDA or of `run` is raised.
+        """
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
+        pool, stream = self._pool
+        graph = torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            # Threads that copy results of other work don't disturb the recording.
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                recorded = run()
+            except BaseException:
+                _abandon(graph)
+                raise
+            graph.capture_end()
+        inputs, outputs = (tuple(map(_without_ownership, tensors)) for tensors in recorded)
+        self._graphs[key] = step_graph = StepGraph(graph, inputs, outputs)
+        return step_graph
+
+
+def refuse_difference(computed: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Raise ModelError if a graph's outputs differ from those of the same kernels without it."""
+    for result, right in zip(computed, expected, strict=True):
+        difference = result.cpu().float() - right.cpu().float()
+        size = float(right.cpu().float().norm())
+        if not float(difference.norm()) <= _TOLERANCE * size:  # also NaN
+            raise ModelError(f"results differ by {float(difference.norm()) / (size or 1):.1%}")
+
+
+def _abandon(graph: torch.cuda.CUDAGraph) -> None:
+    """End a recording that has failed; CUDA reports once more that it is invalid."""
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        return
+
+
+class _Memory:
+    """The memory of a tensor, as other libraries pass it to torch; it isn't kept alive."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        num_bytes = tensor.numel() * tensor.itemsize
+        self.__cuda_array_interface__ = {
+            "data": (tensor.data_ptr(), False), "shape": (num_bytes,), "typestr": "|u1",
+            "version": 3,
+        }  # fmt: skip
+
+
+# A graph's tensors keep their memory from later graphs of the pool. What these write is read before
+# this graph is replayed again, so their memory is given back, and only the address is kept.
+def _without_ownership(tensor: Tensor) -> Tensor:
+    """Return a tensor over the memory of a contiguous tensor, which may be given back."""
+    alias = torch.as_tensor(_Memory(tensor), device=tensor.device)
+    return alias.view(tensor.dtype).view(tensor.shape)
