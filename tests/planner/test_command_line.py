@@ -31,7 +31,7 @@ LINES = (
     "--max-batch --context 2K --dtype fp16 --cache int8 --quantize auto",
     "--serve --sequences 7 --cache int8 --context 2K",
     "--serve --max-batch --prefill-chunk 512",
-    "--serve --cache paged",
+    "--serve --cache paged --no-graphs",
     "--cache paged --batch 3 --context 2K",
     "--cache paged-int8 --max-batch",
     "--serve --max-context --new-tokens 100",

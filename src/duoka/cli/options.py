@@ -98,6 +98,10 @@ class PlanOptions(OptionGroup):
         "--batch full contexts) or paged-int8. With --serve, int8 means 8-bit pages.",
         values=CACHES,
     )
+    no_graphs: bool = _plan_flag(
+        "Run decode steps without CUDA graphs. They need some memory, and are used with a paged KV "
+        "cache where FlashAttention reads the pages."
+    )
     quantize: str | None = _plan(
         "KIND",
         "Quantization of linear weights during loading: none (the default), int8, int4, nf4, or "

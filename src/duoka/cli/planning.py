@@ -358,6 +358,7 @@ def read_workload(
         prefill_chunk_tokens=parse_chunk(options.prefill_chunk or "auto"),
         cache=cache,
         pages_for_batch=not options.serve,
+        cuda_graphs=not options.no_graphs,
         quantize=read_quantization(options.quantize or "none"),
         images=options.images or 0,
         vision_batch=parse_chunk(options.vision_batch or "auto"),

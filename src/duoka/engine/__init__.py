@@ -7,7 +7,8 @@ A request becomes a `Sequence`. For each step, the scheduler chooses `Chunk`s of
 - `request`: parameters and results of a request; `sequence`: the state of a request in progress
 - `scheduler`: chooses the chunks of each step; `pages`: allocates the KV cache's pages
 - `executor`: computes steps, in this process; `open_executor`: the executor of a plan
-- `staged_executor`, `stage_worker`, `__main__`: a process for each GPU, with its stages
+- `staged_executor`, `stage_worker`, `__main__`: a process for each GPU, with its stages;
+  `stage_graphs`: CUDA graphs of the stages
 - `conversation`: a chat in rounds; `batch`: files of prompts and of their answers
 - `detokenizer`: incremental detokenization; `timing`: measured speed of generations
 - `sampler`: samples a token from each row of logits

@@ -7,7 +7,7 @@ outputs. `runtime.call.step_graphs` explains the graphs of a whole step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,24 +21,24 @@ from duoka.stages.interceptor import BlockInterceptor
 from duoka.stages.micro_batch import StageMicroBatch
 
 MakeMicroBatch = Callable[[Channel], StageMicroBatch]
-"""Makes a micro-batch of a stage's step that receives and sends over a given channel."""
+"""Makes a micro-batch of a stage's step that receives and sends over a channel."""
 
 
 class KeptTensors:
     """A channel that keeps all tensors by the number of their transfer.
 
-    Tensors are received from another `channel`, or are those `given`, or have undefined values.
+    Tensors are received from another `channel`, or from `inputs`, or have undefined values.
     """
 
     def __init__(
         self,
         device: torch.device,
         channel: Channel | None = None,
-        given: Mapping[int, Tensor] | None = None,
+        inputs: dict[int, Tensor] | None = None,
     ) -> None:
         self.received: dict[int, Tensor] = {}
         self.sent: dict[int, Tensor] = {}
-        self._device, self._channel, self._given = device, channel, given or {}
+        self._device, self._channel, self._inputs = device, channel, inputs or {}
 
     def outputs(self, logits: Tensor | None) -> list[Tensor]:
         """Return the sent tensors, then the logits if there are any."""
@@ -56,10 +56,10 @@ class KeptTensors:
             tensor = self._channel.receive(message, sizes, dtype)
             self.received[message.transfer] = tensor.clone()  # model code may change its tensor
             return tensor
-        given = self._given.get(message.transfer)
-        tensor = torch.empty(sizes, dtype=dtype, device=self._device) if given is None else given
-        self.received[message.transfer] = tensor
-        return tensor
+        if message.transfer not in self._inputs:
+            self._inputs[message.transfer] = torch.empty(sizes, dtype=dtype, device=self._device)
+        self.received[message.transfer] = self._inputs[message.transfer]
+        return self._inputs[message.transfer]
 
 
 class StageGraphs:
@@ -100,7 +100,7 @@ class StageGraphs:
         `computed` has a decode step, its tensors, and its logits in the last stage. After an error,
         or if the results differ, all stages of the device go on without graphs.
         """
-        step, kept, logits = computed
+        step, tensors, logits = computed
         if not self._graphs.is_usable or not self._paged.cache.capacity.graph_steps():
             return
         with self._graphs.trying():
@@ -108,12 +108,14 @@ class StageGraphs:
             key = stage, step.num_tokens
             self._graphs.record(key, lambda: self._record(step.size, empty, make(empty)))
             self._transfers[key] = [*empty.received], [*empty.sent]
-            replayed = KeptTensors(self._device, given=kept.received)
+            replayed = KeptTensors(self._device, inputs=tensors.received)
             result = self.forward(stage, step, make(replayed))
-            refuse_difference(replayed.outputs(result), kept.outputs(logits))
+            refuse_difference(replayed.outputs(result), tensors.outputs(logits))
 
-    def _record(self, size: StepSize, kept: KeptTensors, micro_batch: StageMicroBatch) -> Recorded:
+    def _record(
+        self, size: StepSize, tensors: KeptTensors, micro_batch: StageMicroBatch
+    ) -> Recorded:
         """Run a stage for its graph; return its table and received tensors, then its outputs."""
         run, table = self._paged.call_for_graph(size)
         logits = micro_batch.forward(self._interceptor, run)
-        return [table, *kept.received.values()], kept.outputs(logits)
+        return [table, *tensors.received.values()], tensors.outputs(logits)

@@ -37,9 +37,8 @@ SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 ROWS: tuple[Rows, ...] = get_args(Rows)
 METHODS: tuple[Method, ...] = get_args(Method)
 QUANTIZED: tuple[Quantization, ...] = ("int8", "int4", "nf4")
-"""The quantized forms of weights."""
 _DTYPE_WORDS = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
-# The results of `load_in_8bit` and `load_in_4bit` in transformers, by duoka's names.
+# transformers' `load_in_8bit` and `load_in_4bit`.
 _QUANTIZATION_WORDS = {"8bit": "int8", "4bit": "nf4"}
 
 # Far larger than any real workload; beyond these, bytes might not fit 64-bit integers.
@@ -50,8 +49,7 @@ tables need pages of a multiple of 256 tokens."""
 MOST_BATCH = 2**16
 MOST_TOKENS = 2**24
 MOST_BATCH_TOKENS = 2**30
-# Smaller chunks make slower matrix products; larger chunks need more memory for logits. With this
-# size, logits of 151,552 columns and the loss take about 2 GB.
+# Smaller chunks are slower. Logits of 151,552 columns and their loss take about 2 GB.
 _LOSS_CHUNK_TOKENS = 2**10
 
 
@@ -163,8 +161,7 @@ class Workload:
     Parameters
     ----------
     batch : int
-        Sequences that run together. Several prompts are forecast with padding, that is with an
-        attention mask, because prompts differ in length.
+        Sequences that run together. Several prompts are forecast with padding and a mask.
     prompt_tokens, new_tokens : int
         Tokens of each prompt, and tokens generated after it. In training, `prompt_tokens` is the
         sequence length and `new_tokens` is 0.
@@ -188,22 +185,20 @@ class Workload:
     image_size : tuple of int
         Height and width of each image in pixels, before the model's own preprocessing.
     vision_batch : int, None or "auto"
-        Images that the vision tower encodes at a time: a number, None for all images of the batch,
-        or "auto" for all images if they fit, otherwise the largest number that fits.
+        Images that the vision tower encodes at a time: a number, None for all of the batch, or
+        "auto" for all if they fit, otherwise the largest number that fits.
     logits : {"last", "all"}
         Prompt positions for which logits are computed: the last one, to generate from, or all, to
         score a text.
     pages : int, optional
         Pages of a paged cache; by default as many as fit.
     pages_for_batch : bool
-        True to set `pages` to those of `batch` sequences of the full context, as `duoka generate`
-        and `chat` do, instead of filling the memory.
+        True to set `pages` to those of `batch` full contexts, as `duoka generate` and `chat` do.
     page_tokens : {16, 256}
-        Tokens of a page of a paged cache; planning sets it unless `pages` are given. FlashAttention
-        reads pages of 256 tokens in place, and any other attention gathers the pages first.
+        Tokens of a page; planning sets it unless `pages` are given. FlashAttention reads pages of
+        256 tokens in place; any other attention gathers the pages first.
     cuda_graphs : bool
-        Replay decode steps as CUDA graphs where FlashAttention reads pages in place: the host then
-        makes one launch per step, and the graphs take some memory.
+        Replay decode steps as CUDA graphs where FlashAttention reads pages in place.
     gpu_generation : GpuGeneration
         Generation of the GPUs; planning sets it to that of the fleet.
     training : Training, optional
