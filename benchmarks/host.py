@@ -106,6 +106,7 @@ def decode_runs(model: PreTrainedModel, batch: int, context: int) -> dict[str, R
             name: engine_run(model, page_tokens, [[1]] * batch, context)
             for name, page_tokens in (("engine, block tables", 256), ("engine, gather", 16))
         },
+        "engine, graphs": engine_run(model, 256, [[1]] * batch, context, has_graphs=True),
     }
 
 
@@ -128,7 +129,12 @@ def prompt_runs(model: PreTrainedModel, batch: int, tokens: int) -> dict[str, Ru
 
 
 def engine_run(
-    model: PreTrainedModel, page_tokens: int, tokens: list[list[int]], context: int
+    model: PreTrainedModel,
+    page_tokens: int,
+    tokens: list[list[int]],
+    context: int,
+    *,
+    has_graphs: bool = False,
 ) -> Run:
     """Return a step of the engine over chunks that end at `context` tokens."""
     per_sequence = -(-context // page_tokens)
@@ -138,6 +144,7 @@ def engine_run(
         pages=len(tokens) * per_sequence,
         page_tokens=page_tokens,
         step_tokens=sum(map(len, tokens)),
+        has_graphs=has_graphs,
     )
     pages = [range(at * per_sequence, (at + 1) * per_sequence) for at in range(len(tokens))]
     chunks = [
@@ -146,7 +153,7 @@ def engine_run(
 
     # A model of its own, as its attention is set for the whole model.
     paged = PagedModel(copy.deepcopy(model), capacity)
-    paged.start()
+    paged.warm_up("first")
     return lambda: outcomes_of(chunks, paged.run(chunks))
 
 

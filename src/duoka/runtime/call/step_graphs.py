@@ -14,6 +14,7 @@ as the largest graph needs.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -104,7 +105,12 @@ class StepGraphs:
 
 
 def refuse_difference(computed: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Raise ModelError if a graph's outputs differ from those of the same kernels without it."""
+    """Raise ModelError if a graph's outputs differ from those of the same kernels without it.
+
+    `DUOKA_ATTENTION=flash` omits this comparison, too.
+    """
+    if os.environ.get("DUOKA_ATTENTION") == "flash":
+        return
     for result, right in zip(computed, expected, strict=True):
         difference = result.cpu().float() - right.cpu().float()
         size = float(right.cpu().float().norm())
