@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,9 +18,10 @@ from duoka.base.units import MIB
 from duoka.errors import TrainingError
 from duoka.forecast.forecast import Forecast
 from duoka.planner.plan import Plan
-from duoka.tuner import layout as layout_module
+from duoka.tuner import gradient_sum
 from duoka.tuner.data import Batches, Dataset
-from duoka.tuner.layout import GradientSum, Layout
+from duoka.tuner.gradient_sum import GradientSum
+from duoka.tuner.layout import Layout
 from duoka.tuner.part import ModelPart
 from duoka.tuner.run import RunDirectory
 from duoka.tuner.trainer import LostError, ProcessReport, StepReport, Trainer
@@ -81,6 +83,13 @@ def make_layout(
             for number in range(replicas)
         )
     )
+
+
+def make_uneven_layout(model: Path, settings: TuneSettings) -> Layout:
+    """A copy on one GPU, and another one on two."""
+    one = renamed(make_layout(model, settings).plans[0], {"cpu": "vgpu:0"})
+    (two,) = make_layout(model, settings, stages=2).plans
+    return Layout((one, renamed(two, {"vgpu:0": "vgpu:1", "vgpu:1": "vgpu:2"})))
 
 
 def renamed(plan: Plan, devices: dict[str, str]) -> Plan:
@@ -166,10 +175,53 @@ def sum_gradients(layout: Layout, gradients: Sequence[Gradients], bucket_bytes: 
         gradient = own[name]
         # The memory of what comes from the parent is shared with it.
         parameter.grad = None if gradient is None else gradient.clone()
-    layout_module._BUCKET_BYTES = bucket_bytes
+    gradient_sum._BUCKET_BYTES = bucket_bytes
     names = sorted({name for process in gradients for name in process})
-    GradientSum(layout, names).reduce(parameters)
+    GradientSum(layout, names, parameters).finish()
     return {name: parameter.grad for name, parameter in parameters.items()}
+
+
+def sum_beside_backward(layout: Layout, dtype: torch.dtype) -> tuple[list[str], list[float]]:
+    """Three backward passes of a product of three parameters, in buckets of one parameter each.
+
+    What happens, in order: passes that reach the first factor, where the last pass waits for the
+    sums of two buckets, and sums. With it the gradients, from the first factor to the last.
+    """
+    names = [f"model.layers.{n}.mlp.up_proj.weight" for n in range(NUM_LAYERS)] + ["lm_head.weight"]
+    parameters = {
+        name: torch.nn.Parameter(torch.full((2, 3), 2.0**number, dtype=dtype))
+        for number, name in enumerate(names)
+    }
+    gradient_sum._BUCKET_BYTES = 1
+    events, two_sums, all_reduce = list[str](), threading.Event(), torch.distributed.all_reduce
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        events.append("sum")
+        if events.count("sum") == 2:
+            two_sums.set()
+        return all_reduce(*args, **kwargs)
+
+    torch.distributed.all_reduce = noted
+    sums = GradientSum(layout, names, parameters)
+    passes = 3
+
+    def reach(gradient: Tensor) -> None:
+        if events.count("backward") == passes - 1:
+            assert two_sums.wait(60)
+        events.append("backward")
+
+    for number in range(passes):
+        if number == passes - 1:
+            sums.begin_last_backward()
+        product = parameters[names[0]] * (1 + torch.distributed.get_rank())
+        product.register_hook(reach)
+        for name in names[1:]:
+            product = product * parameters[name]
+        product.sum().backward()
+    sums.finish()
+    gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
+    assert all(torch.equal(gradient, gradient[0, 0].expand(2, 3)) for gradient in gradients)
+    return events, [float(gradient[0, 0]) for gradient in gradients]
 
 
 def _damage(part: ModelPart) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,8 @@ def test_within_a_process_both_sides_have_their_own() -> None:
 @pytest.mark.dist
 def test_between_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "channel_worker.py").write_text(WORKER)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     rendezvous = Rendezvous()
     with WorkerGroup(
         "channel_worker", 2, [str(tmp_path)], environment=rendezvous.environment

@@ -6,6 +6,7 @@ detect a machine's GPUs or the processes on them: `Fleet.detect` queries the dri
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -166,6 +167,41 @@ def pinned(tensor: Tensor, device: str | torch.device) -> Tensor:
 def send(tensor: Tensor, device: str | torch.device) -> Tensor:
     """Copy a CPU tensor to a device; the host doesn't wait for the device."""
     return pinned(tensor, device).to(device, non_blocking=True)
+
+
+def empty_host(sizes: Sequence[int], dtype: torch.dtype, device: str | torch.device) -> Tensor:
+    """Return an uninitialized CPU tensor for copies from and to a device: pinned for CUDA."""
+    return torch.empty(sizes, dtype=dtype, device="cpu", pin_memory=can_pin(device))
+
+
+def record_event(device: str | torch.device) -> torch.cuda.Event | None:
+    """Record an event after all work queued on the device's current stream.
+
+    Returns None if the device works synchronously, as the CPU and virtual GPUs do.
+    """
+    if torch.device(device).type != "cuda":
+        return None
+    event = torch.cuda.Event(blocking=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def has_ended(event: torch.cuda.Event | None) -> bool:
+    """Return True if the work before an event of `record_event` has ended."""
+    return event is None or event.query()
+
+
+def wait(event: torch.cuda.Event | None) -> None:
+    """Wait for an event of `record_event`, without using the processor."""
+    if event is not None:
+        event.synchronize()
+
+
+def enter_copy_thread(device: str | torch.device) -> None:
+    """Give this thread a stream of its own on the device, for copies beside the computation."""
+    make_current(device)  # otherwise an event may start CUDA on GPU 0, which takes memory there
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream(device))
 
 
 def synchronize(device: str | torch.device) -> None:

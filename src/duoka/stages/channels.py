@@ -1,19 +1,22 @@
 """Channels carry activations and gradients between stages, in a process or by torch.distributed.
 
 Between processes a tensor goes through the host's memory, by gloo. This works between any two GPUs
-and takes no GPU memory; the copies cost little beside a stage's work on a micro-batch.
+and takes no GPU memory. On CUDA the memory is pinned and copies are asynchronous: a process goes on
+to launch its next pass, and sends a tensor when its copy has ended.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from duoka.runtime import devices
 from duoka.runtime.dispatch.copies import carry
 
 _MOST_TRANSFERS = 2**12
@@ -71,6 +74,12 @@ class LocalChannel:
         return self._messages.pop(message)
 
 
+# The host launches the kernels and copies of the next pass while those of the last one still run.
+# It looks for copies that have ended whenever it sends another tensor, and waits for all of them
+# before it waits for another process:
+#
+#     host   forward 0, copy 0 │ forward 1, copy 1 │ forward 2, copy 2, send 0 │ send 1, 2; receive
+#     GPU            kernels of 0      copy 0   kernels of 1       copy 1   kernels of 2   copy 2
 class ProcessChannel:
     """A channel between processes; `waited_seconds` is the total wait for other processes.
 
@@ -87,6 +96,8 @@ class ProcessChannel:
         self.waited_seconds = 0.0
         self._device = device
         self._local = LocalChannel([device] * len(ranks))
+        # Copies to buffers on the host that may still run, and what sends each buffer.
+        self._copies: list[tuple[torch.cuda.Event | None, Tensor, Callable[[Tensor], Any]]] = []
         self._pending: list[tuple[Any, Tensor]] = []
 
     def send(self, message: TensorMessage, tensor: Tensor) -> None:
@@ -95,25 +106,37 @@ class ProcessChannel:
         if rank == dist.get_rank():
             self._local.send(message, tensor)
             return
-        # gloo reads `buffer` after this returns: `_pending` keeps the buffer until then.
-        buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
-        buffer.copy_(tensor)
+        buffer = devices.empty_host(tensor.shape, tensor.dtype, self._device)
+        buffer.copy_(tensor, non_blocking=True)
+        send = partial(dist.isend, dst=rank, tag=_tag(message))
+        self._copies.append((devices.record_event(self._device), buffer, send))
         self._pending = [entry for entry in self._pending if not entry[0].is_completed()]
-        self._pending.append((dist.isend(buffer, rank, tag=_tag(message)), buffer))
+        self._send_copied()
+
+    def _send_copied(self, *, waits: bool = False) -> None:
+        """Begin to send all tensors whose copies have ended; with `waits` wait for the copies."""
+        while self._copies and (waits or devices.has_ended(self._copies[0][0])):
+            event, buffer, send = self._copies.pop(0)
+            devices.wait(event)
+            # gloo reads `buffer` after this returns: `_pending` keeps the buffer until then.
+            self._pending.append((send(buffer), buffer))
 
     def receive(self, message: TensorMessage, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See `Channel`."""
         rank = self._ranks[message.sender]
         if rank == dist.get_rank():
             return self._local.receive(message, sizes, dtype)
-        buffer = torch.empty(sizes, dtype=dtype)
+        buffer = devices.empty_host(sizes, dtype, self._device)
+        arrival: Any = dist.irecv(buffer, rank, tag=_tag(message))
+        self._send_copied(waits=True)
         begin = time.perf_counter()
-        dist.recv(buffer, rank, tag=_tag(message))
+        arrival.wait()
         self.waited_seconds += time.perf_counter() - begin
-        return buffer.to(self._device)
+        return buffer.to(self._device, non_blocking=True)
 
     def flush(self) -> None:
         """Wait until all sent tensors have arrived."""
+        self._send_copied(waits=True)
         begin = time.perf_counter()
         for work, _ in self._pending:
             work.wait()

@@ -22,7 +22,7 @@ class StagePipeline:
     """Runs micro-batches through this process's stages of a model.
 
     `devices` has the device of each stage of the model; `local` has the numbers of this process's
-    stages, by default all.
+    stages, by default all. `before_last_backward` is called before the last backward pass of a run.
     """
 
     def __init__(
@@ -32,10 +32,12 @@ class StagePipeline:
         devices: Sequence[torch.device],
         *,
         local: Collection[int] | None = None,
+        before_last_backward: Callable[[], object] = lambda: None,
     ) -> None:
         self._interceptor = interceptor
         self._channel = channel
         self._devices = devices
+        self._before_last_backward = before_last_backward
         self._local = range(len(devices)) if local is None else local
 
     def run(
@@ -53,10 +55,11 @@ class StagePipeline:
         """
         running: dict[tuple[int, int], tuple[StageMicroBatch, Tensor | None]] = {}
         losses: list[Tensor] = []
-        for stage, number, is_backward in passes:
-            if stage not in self._local:
-                continue
+        own_passes = [step for step in passes if step.stage in self._local]
+        for index, (stage, number, is_backward) in enumerate(own_passes):
             if is_backward:
+                if index == len(own_passes) - 1:
+                    self._before_last_backward()
                 micro_batch, loss = running.pop((stage, number))
                 micro_batch.backward(loss)
                 continue

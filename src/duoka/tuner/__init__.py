@@ -5,7 +5,7 @@
 - `suggestions`: settings that would fit, in the options of `duoka tune`
 - `data`: the user's files → micro-batches of token ids
 - `run`: the directory of a run; `worker`, `__main__`: a worker process
-- `part`: the weights of one process; `layout`: ranks, and gradient reduction over replicas
+- `part`: the weights of one process; `layout`: ranks; `gradient_sum`: sums over replicas
 - `trainer`: passes of micro-batches through stages, and optimizer steps
 - `dropout`: the same dropout on any number of GPUs
 - `learning_rate`: the learning rate by step

@@ -20,7 +20,8 @@ from duoka.stages.schedule import order_passes
 
 from .data import OptimizerStep, TrainingMicroBatch
 from .dropout import seed_dropout
-from .layout import GradientSum, Layout
+from .gradient_sum import GradientSum
+from .layout import Layout
 from .part import Batch, ModelPart
 from .settings import TuneSettings
 
@@ -95,7 +96,7 @@ class Trainer:
             weight_decay=settings.weight_decay,
         )
         self._num_steps = num_steps
-        self._gradients = GradientSum(layout, part.all_trained)
+        self._gradients = GradientSum(layout, part.all_trained, part.trained)
         self.is_asked_to_stop = False
         self._is_in_half = part.plan.workload.dtype == "float16"
         self._is_scaled = self._is_in_half and part.training.master_weights
@@ -122,7 +123,7 @@ class Trainer:
         passed = time.perf_counter()
         dist.barrier()  # wait until all processes have finished their passes
         waited += time.perf_counter() - passed
-        self._gradients.reduce(self._part.trained)
+        self._gradients.finish()
         stops = self.is_asked_to_stop
         gathered = _gather([sum(losses), self._squared_norm(), waited, *self._peaks(), stops])
         self._refuse_nonfinite_loss(number, micro_batches, losses, gathered[:, 0])
@@ -196,13 +197,15 @@ class Trainer:
                 # resumption. The second of two replicas has micro-batches 1, 3, 5 (`of_replica`).
                 step_index = self._replica + index * len(self._layout.plans)
                 seed_dropout(self._settings.seed, number, step_index)
-            return part.loss(batches[index], device) * (weights[index] * scale)
+            batch = {name: devices.send(value, device) for name, value in batches[index].items()}
+            return part.loss(batch, device) * (weights[index] * scale)
 
         pipeline = StagePipeline(
             part.interceptor,
             channel,
             [part.device] * len(names),
             local=[stage for stage, name in enumerate(names) if name == self._device_name],
+            before_last_backward=self._gradients.begin_last_backward,
         )
         passes = [timed.step for timed in order_passes(names, part.training, len(batches))]
         if not learns:
