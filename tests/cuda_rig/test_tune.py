@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,41 @@ def test_memory(family: str, options: Any, replicas: int, tmp_path: Path) -> Non
     for device in result.report.devices:
         assert device.allocated_bytes == pytest.approx(device.forecast_allocated_bytes, rel=0.005)
         assert device.reserved_bytes == pytest.approx(device.forecast_reserved_bytes, rel=0.05)
+
+
+LOG = Path(tempfile.gettempdir()) / f"duoka-tune-{os.getpid()}"
+
+
+@pytest.mark.cuda_rig(gpus="1GiB,1GiB", log=LOG)
+@pytest.mark.parametrize(
+    ("micro_batch", "replicas", "num_waits"),
+    [
+        # Of two replicas, with two micro-batches each: a mask in the model's code, and a loss, for
+        # each micro-batch; all passes, the norm; a bucket's gradients, their copy, the copy back.
+        (2, 2, 2 * (2 * 2 + 1 + 1 + 3)),
+        # Of two stages with eight micro-batches: a mask in each; the losses in one of them; all
+        # passes, the norm; copies of three tensors forward, and of the gradient of one back.
+        (1, 1, 8 * (2 + 1) + 2 * (1 + 1) + 8 * (3 + 1)),
+    ],
+    ids=["replicas", "stages"],
+)
+def test_steps_copy_through_pinned_memory(
+    micro_batch: int, replicas: int, num_waits: int, tmp_path: Path
+) -> None:
+    """What a run of three steps has more than one of two is a step."""
+    pageable, waits = [], []
+    for steps in (2, 3):
+        path = tmp_path / str(steps)
+        path.mkdir()
+        LOG.write_text("")
+        options = {"seq_length": 256, "batch": 8, "micro_batch": micro_batch, "steps": steps}
+        run(path, "large", replicas, **options)
+        text = LOG.read_text()
+        pageable.append(text.count(", pageable"))
+        waits.append(text.count("wait for "))
+    assert pageable[0] == pageable[1]
+    assert waits[1] - waits[0] == num_waits
+    LOG.unlink()
 
 
 def test_memory_that_others_took(

@@ -73,7 +73,7 @@ class GradientSum:
         # The parameters without a final gradient; None before the last backward pass.
         self._awaited: set[Tensor] | None = None
         self._buckets: list[_GradientBucket] = []
-        self._num_begun = 0
+        self._unbegun: list[_GradientBucket] = []
         self._begun: SimpleQueue[tuple[_GradientBucket, torch.cuda.Event | None]] = SimpleQueue()
         self._ended: SimpleQueue[_Missing | Exception] = SimpleQueue()
         if len(layout.plans) == 1:
@@ -81,11 +81,9 @@ class GradientSum:
         # torch.distributed requires every process to create every group, in the same order.
         owners = {name: layout.owners(name) for name in names}
         groups = {ranks: dist.new_group(ranks) for ranks in dict.fromkeys(owners.values())}
-        self._buckets = _fill_buckets(
-            (groups[owners[name]], parameters[name])
-            for name in reversed(owners)
-            if name in parameters
-        )
+        own_names = [name for name in reversed(owners) if name in parameters]
+        self._buckets = _fill_buckets((groups[owners[n]], parameters[n]) for n in own_names)
+        self._unbegun = [*self._buckets]
         if not self._buckets:
             return
         self._device = self._buckets[0].parameters[0].device
@@ -106,15 +104,12 @@ class GradientSum:
         if self._awaited is None:
             return
         self._awaited.remove(parameter)  # KeyError if backward accumulates a gradient twice
-        self._begin_final()
+        self._begin_final(self._awaited)
 
-    def _begin_final(self) -> None:
+    def _begin_final(self, awaited: set[Tensor]) -> None:
         """Begin to reduce the next buckets whose gradients are final, beside the device's work."""
-        for bucket in self._buckets[self._num_begun :]:
-            if self._awaited and not self._awaited.isdisjoint(reversed(bucket.parameters)):
-                break
-            self._begun.put((bucket, devices.record_event(self._device)))
-            self._num_begun += 1
+        while self._unbegun and awaited.isdisjoint(reversed(self._unbegun[0].parameters)):
+            self._begun.put((self._unbegun.pop(0), devices.record_event(self._device)))
 
     def finish(self) -> None:
         """Replace gradients by their sums over the replicas; a missing gradient counts as zero.
@@ -123,16 +118,17 @@ class GradientSum:
         replicas keeps None.
         """
         self._awaited = None
-        self._begin_final()
-        for _ in range(self._num_begun):
+        self._begin_final(set())
+        for _ in self._buckets:
             result = self._ended.get()
             if isinstance(result, Exception):
                 raise result
             for parameter, total in result:
                 parameter.grad = devices.send(total, self._device)
-        self._num_begun = 0
+        self._unbegun = [*self._buckets]
 
     def _run(self) -> None:
+        """Reduce buckets in the order in which they are begun."""
         devices.enter_copy_thread(self._device)
         while True:
             bucket, event = self._begun.get()
