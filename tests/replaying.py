@@ -3,6 +3,7 @@ of the allocator that searches lists; and replays on one memory or the other."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from duoka.forecast.profile import Key, buffer_bytes, evaluate
 from duoka.forecast.replay import Replay
 
 MIB = 2**20
-NewMemory = Callable[[int | None], PlainMemory]
+NewMemory = Callable[..., PlainMemory]
 only_compiled = pytest.mark.skipif(CompiledMemory is None, reason="no C compiler was there")
 MEMORIES = [
     pytest.param(PlainMemory, id="plain"),
@@ -38,14 +39,23 @@ class Piece:
 
     size: int
     asked: int = 0  # rounded; 0 while it is free
+    mapped: bool = True  # to memory, always but in expandable segments
+
+
+class Segment(list[Piece]):
+    """Its pieces, in order of their addresses."""
+
+    address = 0  # of expandable ones
 
 
 @dataclass
 class PlainAllocator:
-    """Segments as lists of pieces, in the order in which they were reserved."""
+    """Segments as lists of pieces, in the order in which they were reserved; expandable ones in
+    that of their addresses."""
 
     capacity: int | None = None
-    segments: list[tuple[bool, list[Piece]]] = field(default_factory=list)
+    expandable: bool = False
+    segments: list[tuple[bool, Segment]] = field(default_factory=list)
     reserved: int = 0
     most_reserved: int = 0
     pressed: bool = False
@@ -55,22 +65,17 @@ class PlainAllocator:
         small = size <= MIB
         piece = self._found(size, small)
         if piece is None:
-            room = segment_bytes(size)
-            if self.capacity is not None and self.reserved + room > self.capacity:
+            grow = self._mapped if self.expandable else self._added
+            if not grow(size, small):
                 self.pressed = True
-                for segment in [s for s in self.segments if len(s[1]) == 1 and not s[1][0].asked]:
-                    self.reserved -= segment[1][0].size
-                    self.segments = [each for each in self.segments if each is not segment]
-                if self.reserved + room > self.capacity:
+                self.empty_cache()
+                if not grow(size, small):
                     raise MemoryError
-            self.segments.append((small, [Piece(room)]))
-            self.reserved += room
-            self.most_reserved = max(self.most_reserved, self.reserved)
             piece = self._found(size, small)
             assert piece is not None
         piece.asked = size
         rest = piece.size - size
-        if rest >= 512 if small else rest > MIB:
+        if rest >= 512 if small or self.expandable else rest > MIB:
             (pieces,) = [pieces for _, pieces in self.segments if piece in pieces]
             pieces.insert(pieces.index(piece) + 1, Piece(rest))
             piece.size = size
@@ -80,25 +85,119 @@ class PlainAllocator:
         assert piece.asked
         piece.asked = 0
         (pieces,) = [pieces for _, pieces in self.segments if piece in pieces]
-        merged: list[Piece] = []
-        for each in pieces:
-            if merged and not merged[-1].asked and not each.asked:
-                merged[-1].size += each.size
+        merge(pieces)
+
+    def empty_cache(self) -> None:
+        for small, pieces in [*self.segments]:
+            reserved = self.reserved
+            if self.expandable:
+                self._unmap(pieces, (2 if small else 20) * MIB)
+            elif len(pieces) == 1 and not pieces[0].asked:
+                self.reserved -= pieces[0].size
+                pieces[0].mapped = False
+            if self.reserved < reserved and not any(piece.mapped for piece in pieces):
+                self.segments = [each for each in self.segments if each[1] is not pieces]
+
+    def _unmap(self, pieces: Segment, page: int) -> None:
+        start, kept = 0, list[Piece]()
+        for piece in pieces:
+            end = start + piece.size
+            inner = range(-(-start // page) * page, end // page * page)
+            if piece.asked or not piece.mapped or not inner:
+                kept.append(piece)
             else:
-                merged.append(each)
-        pieces[:] = merged
+                sizes = (inner.start - start, False), (len(inner), True), (end - inner.stop, False)
+                kept += [Piece(size, mapped=not inside) for size, inside in sizes]
+                self.reserved -= len(inner)
+            start = end
+        pieces[:] = kept
+        merge(pieces)
+
+    def _added(self, size: int, small: bool) -> bool:
+        room = segment_bytes(size)
+        if not self._reserve(room):
+            return False
+        self.segments.append((small, Segment([Piece(room)])))
+        return True
+
+    def _mapped(self, size: int, small: bool) -> bool:
+        page = (2 if small else 20) * MIB
+        pieces, at = self._expandable(size, small)
+        if not pieces:
+            most = min(self.capacity or 2**50, 2**50)
+            room = -(-(most * 9 // 8) // page) * page
+            if size > room:
+                return False
+            pieces.append(Piece(room, mapped=False))
+            for _, other in self.segments:
+                if other.address - pieces.address > room:
+                    break
+                end = other.address + sum(piece.size for piece in other)
+                pieces.address = end // (20 * MIB) * 20 * MIB + 20 * MIB
+            self.segments.append((small, pieces))
+            self.segments.sort(key=lambda segment: segment[1].address)
+        while (have := pieces[at].size if pieces[at].mapped else 0) < size:
+            run = pieces[at + pieces[at].mapped]
+            pages = -(-min(size - have, run.size) // page) * page
+            if not self._reserve(pages):
+                return False
+            run.size -= pages
+            pieces.insert(pieces.index(run), Piece(pages))
+            merge(pieces)
+        return True
+
+    def _expandable(self, size: int, small: bool) -> tuple[Segment, int]:
+        for kind, pieces in self.segments:
+            for at, run in enumerate(pieces):
+                if kind != small or run.mapped:
+                    continue
+                first = at - 1 if at and not pieces[at - 1].asked else at
+                free = itertools.takewhile(lambda piece: not piece.asked, pieces[first:])
+                if sum(piece.size for piece in free) >= size:
+                    return pieces, first
+        return Segment(), 0
+
+    def _reserve(self, size: int) -> bool:
+        if self.capacity is not None and self.reserved + size > self.capacity:
+            return False
+        self.reserved += size
+        self.most_reserved = max(self.most_reserved, self.reserved)
+        return True
 
     def used(self) -> list[Piece]:
         return [piece for _, pieces in self.segments for piece in pieces if piece.asked]
 
     def _found(self, size: int, small: bool) -> Piece | None:
         free = [
-            piece
-            for kind, pieces in self.segments
-            for piece in pieces
-            if kind == small and not piece.asked and piece.size >= size
+            (
+                piece.size,
+                number,
+                piece.size + (0 if after is None or after.mapped else after.size),
+                piece,
+            )
+            for number, (pieces, piece, after) in enumerate(
+                (pieces, piece, after)
+                for kind, pieces in self.segments
+                if kind == small
+                for piece, after in itertools.zip_longest(pieces, pieces[1:])
+            )
+            if piece.mapped and not piece.asked and piece.size >= size
         ]
-        return min(free, key=lambda piece: piece.size, default=None)  # the first of equals
+        free.sort(key=lambda each: each[:2])  # the first of equals
+        while len(free) > 1 and free[1][2] < free[0][2]:
+            del free[0]
+        return free[0][3] if free else None
+
+
+def merge(pieces: list[Piece]) -> None:
+    """Merge what is free side by side, and drop what has no byte."""
+    merged: list[Piece] = []
+    for each in pieces:
+        if merged and not merged[-1].asked and not each.asked and merged[-1].mapped == each.mapped:
+            merged[-1].size += each.size
+        elif each.size:
+            merged.append(each)
+    pieces[:] = merged
 
 
 Peaks = tuple[int, int, int, int]

@@ -85,13 +85,15 @@ class Trio:
     """
 
     capacity: int | None
+    expandable: bool = False
     memories: list[PlainMemory] = field(init=False)
     plain: PlainAllocator = field(init=False)
     live: list[tuple[Held, bool, Piece]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.memories = [PlainMemory(self.capacity), (CompiledMemory or PlainMemory)(self.capacity)]
-        self.plain = PlainAllocator(self.capacity)
+        kinds = PlainMemory, CompiledMemory or PlainMemory
+        self.memories = [kind(self.capacity, self.expandable) for kind in kinds]
+        self.plain = PlainAllocator(self.capacity, self.expandable)
 
     def step(self, step: Hold | Release | Run | int) -> bool:
         """Whether there was room for it."""
@@ -195,11 +197,11 @@ capacities = st.one_of(st.none(), st.integers(-1, 2 * MIB), st.integers(20 * MIB
 
 
 @settings(deadline=None, max_examples=examples(100))
-@given(st.lists(steps, min_size=20, max_size=60), capacities)
+@given(st.lists(steps, min_size=20, max_size=60), capacities, st.booleans())
 def test_all_do_the_same_step_for_step(
-    history: list[Hold | Release | Run | int], capacity: int | None
+    history: list[Hold | Release | Run | int], capacity: int | None, expandable: bool
 ) -> None:
-    trio = Trio(capacity)
+    trio = Trio(capacity, expandable)
     layouts: list[list[Any]] = [[], []]
     for step in history:
         has_room = trio.step(step)
@@ -346,7 +348,7 @@ def test_only_what_is_set_from_outside_can_be() -> None:
     with pytest.raises(TypeError):
         del memory.aside
     wrong: Any = CompiledMemory
-    for arguments in (("1",), (1, 2), (1.5,)):
+    for arguments in (("1",), (1, True, 2), (1.5,)):
         with pytest.raises(TypeError):
             wrong(*arguments)
 
@@ -382,9 +384,11 @@ anything = st.one_of(
 
 @only_compiled
 @settings(deadline=None)
-@given(st.lists(anything, min_size=20, max_size=60))
-def test_whatever_is_given_back_what_is_free_stays_apart(history: Sequence[Any]) -> None:
-    memory = new_memory(8 * MIB)
+@given(st.lists(anything, min_size=20, max_size=60), st.sampled_from([(8, False), (24, True)]))
+def test_whatever_is_given_back_what_is_free_stays_apart(
+    history: Sequence[Any], device: tuple[int, bool]
+) -> None:
+    memory = new_memory(device[0] * MIB, device[1])
     for step in history:
         try:
             if isinstance(step, Hold):

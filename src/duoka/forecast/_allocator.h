@@ -19,6 +19,8 @@ enum {
 /* Addresses are below this one and each is given out by the device once only, so nothing larger
    is ever held, and sums and differences of such numbers are numbers still. */
 #define END_OF_ADDRESSES ((int64_t)1 << 56)
+/* The addresses of an expandable segment are 9/8 of the device's memory, or of this. */
+#define MOST_EXPANDABLE ((int64_t)1 << 50)
 
 /* What a function that may fail returns; NO_MEMORY is the machine's own. */
 enum { DONE, FULL, NO_MEMORY, NOT_HELD, NO_SUCH };
@@ -139,6 +141,9 @@ typedef struct {
     Pairs by_start; /* of the same: address, size */
     Pairs segments; /* address, size */
     int64_t least_rest;
+    /* Of expandable segments; there are none where a page has no bytes. */
+    int64_t page;
+    Pairs unmapped; /* address, size */
 } Pool;
 
 typedef struct {
@@ -152,6 +157,31 @@ make_room_for_free(Pool *pool)
     return failed ? failed : make_room(&pool->by_start);
 }
 
+/* The size of what begins at an address; 0 where nothing does. */
+static int64_t
+size_at(Pairs *pairs, int64_t address)
+{
+    ptrdiff_t index = find_address(pairs, address);
+    return index < pairs->count && pairs->at[index].major == address ? pairs->at[index].minor : 0;
+}
+
+/* The start of what ends at an address; the address where nothing does. */
+static int64_t
+start_of(Pairs *pairs, int64_t end)
+{
+    ptrdiff_t behind = find_address(pairs, end);
+    Pair before = behind > 0 ? pairs->at[behind - 1] : (Pair){end, 0};
+    return before.major + before.minor == end ? before.major : end;
+}
+
+/* The size of a free block, with what is unmapped behind it. */
+static int64_t
+expanded(Pool *pool, ptrdiff_t index)
+{
+    const Pair *free = &pool->by_size.at[index];
+    return free->major + size_at(&pool->unmapped, free->minor + free->major);
+}
+
 /* The smallest free block that is large enough, split; FULL where there is none. */
 static int
 take_free(Pool *pool, int64_t asked, Block *block)
@@ -159,6 +189,10 @@ take_free(Pool *pool, int64_t asked, Block *block)
     ptrdiff_t index = find(&pool->by_size, asked, 0);
     if (index == pool->by_size.count) {
         return FULL;
+    }
+    while (pool->page && index + 1 < pool->by_size.count
+           && expanded(pool, index + 1) < expanded(pool, index)) {
+        index += 1;
     }
     int64_t size = pool->by_size.at[index].major, address = pool->by_size.at[index].minor;
     ptrdiff_t start = find_address(&pool->by_start, address);
@@ -189,14 +223,23 @@ is_inside(Pool *pool, const Block *block)
     return block->size <= segment->minor - (block->address - segment->major);
 }
 
-/* Whether no part of it is free, where `behind` is the first free block that doesn't begin before
+/* Whether no part of it is among these, of which `behind` is the first that doesn't begin before
    it. */
 static int
-is_taken(const Pool *pool, const Block *block, ptrdiff_t behind)
+is_apart(const Pairs *pairs, const Block *block, ptrdiff_t behind)
 {
-    const Pair *at = pool->by_start.at;
-    return (behind == pool->by_start.count || at[behind].major >= block->address + block->size)
+    const Pair *at = pairs->at;
+    return (behind == pairs->count || at[behind].major >= block->address + block->size)
            && (behind == 0 || at[behind - 1].major + at[behind - 1].minor <= block->address);
+}
+
+/* Whether no part of it is free or unmapped, where `behind` is the first free block that doesn't
+   begin before it. */
+static int
+is_taken(Pool *pool, const Block *block, ptrdiff_t behind)
+{
+    return is_apart(&pool->by_start, block, behind)
+           && is_apart(&pool->unmapped, block, find_address(&pool->unmapped, block->address));
 }
 
 /* Take it back, and merge it with its free neighbours. There is room. */
@@ -257,10 +300,107 @@ drop_free_segments(Pool *pool)
     return dropped;
 }
 
+/* ── Expandable segments ──────────────────────────────────────────────────────────────────────── */
+
+/* The lowest address with so many free or unmapped bytes, at an unmapped run; -1 where none is. */
+static int64_t
+find_expandable(Pool *pool, int64_t asked)
+{
+    for (ptrdiff_t index = 0; index < pool->unmapped.count; index++) {
+        int64_t start = start_of(&pool->by_start, pool->unmapped.at[index].major);
+        for (int64_t end = start, more = 1; more; end += more) {
+            if (end >= start + asked) {
+                return start;
+            }
+            more = size_at(&pool->by_start, end);
+            more = more ? more : size_at(&pool->unmapped, end);
+        }
+    }
+    return -1;
+}
+
+/* The bytes to map next behind the free block at `start`, for a block of so many; 0 once it is as
+   large. */
+static int64_t
+missing_pages(Pool *pool, int64_t start, int64_t asked)
+{
+    int64_t free = size_at(&pool->by_start, start);
+    int64_t missing = asked - free, run = size_at(&pool->unmapped, start + free);
+    missing = missing < run ? missing : run;
+    return missing <= 0 ? 0 : (missing + pool->page - 1) / pool->page * pool->page;
+}
+
+/* The first bytes of an unmapped run become free. There is room. */
+static void
+map_pages(Pool *pool, int64_t address, int64_t size)
+{
+    ptrdiff_t index = find_address(&pool->unmapped, address);
+    Pair *run = &pool->unmapped.at[index];
+    *run = (Pair){run->major + size, run->minor - size};
+    if (run->minor == 0) {
+        delete_at(&pool->unmapped, index);
+    }
+    Block block = {address, size, size};
+    give_free(pool, &block, find_address(&pool->by_start, address));
+}
+
+/* A run becomes unmapped, and merges with its unmapped neighbours; a segment that is wholly unmapped
+   then is gone. There is room. */
+static void
+add_unmapped(Pool *pool, int64_t start, int64_t end)
+{
+    Pairs *unmapped = &pool->unmapped;
+    int64_t more = size_at(unmapped, end), first = start_of(unmapped, start);
+    if (more) {
+        delete_at(unmapped, find_address(unmapped, end));
+    }
+    if (first < start) {
+        delete_at(unmapped, find_address(unmapped, first));
+    }
+    if (size_at(&pool->segments, first) == end + more - first) {
+        delete_at(&pool->segments, find_address(&pool->segments, first));
+    }
+    else {
+        insert_at(unmapped, find_address(unmapped, first), first, end + more - first);
+    }
+}
+
+/* Unmap every wholly free page; `reserved` is less for it. */
+static int
+unmap_free(Pool *pool, long long *reserved)
+{
+    for (ptrdiff_t index = pool->by_start.count - 1; index >= 0; index--) {
+        Pair free = pool->by_start.at[index];
+        int64_t end = free.major + free.minor;
+        int64_t first = (free.major + pool->page - 1) / pool->page * pool->page;
+        int64_t last = end / pool->page * pool->page;
+        if (first >= last) {
+            continue;
+        }
+        if (make_room(&pool->unmapped) || make_room_for_free(pool)) {
+            return NO_MEMORY;
+        }
+        delete(&pool->by_size, free.minor, free.major);
+        delete_at(&pool->by_start, index);
+        if (last < end) {
+            insert_at(&pool->by_start, index, last, end - last);
+            insert(&pool->by_size, end - last, last);
+        }
+        if (free.major < first) {
+            insert_at(&pool->by_start, index, free.major, first - free.major);
+            insert(&pool->by_size, first - free.major, free.major);
+        }
+        add_unmapped(pool, first, last);
+        *reserved -= last - first;
+    }
+    return DONE;
+}
+
 static void
 clear_pool(Pool *pool)
 {
     free(pool->by_size.at);
     free(pool->by_start.at);
     free(pool->segments.at);
+    free(pool->unmapped.at);
 }

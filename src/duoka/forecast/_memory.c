@@ -36,41 +36,124 @@ rounded(int64_t num_bytes, int64_t multiple)
     return (num_bytes + multiple - 1) / multiple * multiple;
 }
 
+/* Take bytes from the device. */
 static int
-has_room_for(const Memory *memory, int64_t segment)
+count_reserved(Memory *memory, int64_t num_bytes)
 {
-    return memory->next_address + segment <= END_OF_ADDRESSES
-           && memory->reserved + segment <= memory->capacity;
+    if (memory->reserved + num_bytes > memory->capacity) {
+        return FULL;
+    }
+    memory->reserved += num_bytes;
+    if (memory->reserved > memory->max_reserved) {
+        memory->max_reserved = memory->reserved;
+    }
+    return DONE;
 }
 
 static int
-reserve(Memory *memory, Pool *pool, int64_t asked)
+add_segment(Memory *memory, Pool *pool, int64_t asked)
 {
     int64_t segment = asked <= SMALL_REQUEST  ? SMALL_SEGMENT
                       : asked < LARGE_REQUEST ? LARGE_SEGMENT
                                               : rounded(asked, SEGMENT_ROUND);
-    if (!has_room_for(memory, segment)) {
-        memory->is_pressed = 1;
-        memory->reserved -= drop_free_segments(&memory->small);
-        memory->reserved -= drop_free_segments(&memory->large);
-        if (!has_room_for(memory, segment)) {
-            memory->refused = asked;
-            return FULL;
-        }
-    }
     if (make_room(&pool->segments) || make_room_for_free(pool)) {
         return NO_MEMORY;
+    }
+    if (memory->next_address + segment > END_OF_ADDRESSES || count_reserved(memory, segment)) {
+        return FULL;
     }
     insert(&pool->segments, memory->next_address, segment);
     insert(&pool->by_start, memory->next_address, segment);
     insert(&pool->by_size, segment, memory->next_address);
     /* Segments don't merge, so they don't touch. */
     memory->next_address += segment + ROUND;
-    memory->reserved += segment;
-    if (memory->reserved > memory->max_reserved) {
-        memory->max_reserved = memory->reserved;
+    return DONE;
+}
+
+/* The lowest address of so many, aligned to any page, that no segment is next to. */
+static int64_t
+free_addresses(const Memory *memory, int64_t num_bytes)
+{
+    const Pairs *small = &memory->small.segments, *large = &memory->large.segments;
+    int64_t start = 0;
+    for (ptrdiff_t first = 0, second = 0; first < small->count || second < large->count;) {
+        int is_small = second == large->count
+                       || (first < small->count && small->at[first].major < large->at[second].major);
+        const Pair *segment = is_small ? &small->at[first++] : &large->at[second++];
+        if (segment->major - start > num_bytes) {
+            break;
+        }
+        start = ((segment->major + segment->minor) / LARGE_SEGMENT + 1) * LARGE_SEGMENT;
+    }
+    return start;
+}
+
+/* An expandable segment, unmapped yet, for so many bytes; FULL where there are no addresses. */
+static int
+add_expandable(Memory *memory, Pool *pool, int64_t asked, int64_t *start)
+{
+    int64_t most = memory->capacity && memory->capacity < MOST_EXPANDABLE ? memory->capacity
+                                                                          : MOST_EXPANDABLE;
+    int64_t segment = most > 0 ? rounded(most + most / 8, pool->page) : 0;
+    *start = free_addresses(memory, segment);
+    if (asked > segment || *start + segment > END_OF_ADDRESSES) {
+        return FULL;
+    }
+    if (make_room(&pool->segments) || make_room(&pool->unmapped)) {
+        return NO_MEMORY;
+    }
+    insert(&pool->segments, *start, segment);
+    insert(&pool->unmapped, *start, segment);
+    return DONE;
+}
+
+/* Map pages until so many bytes are free in a row. Pages that fit stay where later ones don't. */
+static int
+expand(Memory *memory, Pool *pool, int64_t asked)
+{
+    int64_t start = find_expandable(pool, asked);
+    int failed = start < 0 ? add_expandable(memory, pool, asked, &start) : DONE;
+    if (failed) {
+        return failed;
+    }
+    for (int64_t pages; (pages = missing_pages(pool, start, asked));) {
+        if (make_room_for_free(pool)) {
+            return NO_MEMORY;
+        }
+        if (count_reserved(memory, pages)) {
+            return FULL;
+        }
+        map_pages(pool, start + size_at(&pool->by_start, start), pages);
     }
     return DONE;
+}
+
+static int
+return_cached(Memory *memory)
+{
+    if (memory->small.page) {
+        int failed = unmap_free(&memory->small, &memory->reserved);
+        return failed ? failed : unmap_free(&memory->large, &memory->reserved);
+    }
+    memory->reserved -= drop_free_segments(&memory->small);
+    memory->reserved -= drop_free_segments(&memory->large);
+    return DONE;
+}
+
+static int
+reserve(Memory *memory, Pool *pool, int64_t asked)
+{
+    int (*extend)(Memory *, Pool *, int64_t) = pool->page ? expand : add_segment;
+    int failed = extend(memory, pool, asked);
+    if (failed == FULL) {
+        memory->is_pressed = 1;
+        failed = return_cached(memory);
+        failed = failed ? failed : extend(memory, pool, asked);
+    }
+    if (failed == FULL) {
+        memory->refused = asked;
+    }
+    return failed;
 }
 
 static int
@@ -245,9 +328,11 @@ read_capacity(PyObject *number, void *capacity)
 static PyObject *
 memory_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"capacity_bytes", NULL};
+    static char *names[] = {"capacity_bytes", "expandable", NULL};
     int64_t capacity = END_OF_ADDRESSES;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O&", names, read_capacity, &capacity)) {
+    int is_expandable = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O&p", names, read_capacity, &capacity,
+                                     &is_expandable)) {
         return NULL;
     }
     allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
@@ -256,7 +341,9 @@ memory_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         Memory *memory = (Memory *)self;
         memory->capacity = capacity;
         memory->small.least_rest = ROUND;
-        memory->large.least_rest = SMALL_REQUEST + ROUND;
+        memory->large.least_rest = is_expandable ? ROUND : SMALL_REQUEST + ROUND;
+        memory->small.page = is_expandable ? SMALL_SEGMENT : 0;
+        memory->large.page = is_expandable ? LARGE_SEGMENT : 0;
     }
     return self;
 }
@@ -369,11 +456,21 @@ memory_run(PyObject *self, PyObject *args)
 static PyObject *
 memory_free_blocks(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
-    const Pairs *small = &((Memory *)self)->small.by_start;
-    const Pairs *large = &((Memory *)self)->large.by_start;
-    const Py_ssize_t size = (Py_ssize_t)sizeof(Pair);
-    return Py_BuildValue("(y#y#)", small->count ? (char *)small->at : "", small->count * size,
-                         large->count ? (char *)large->at : "", large->count * size);
+    const Memory *memory = (Memory *)self;
+    const Pairs *pairs[] = {&memory->small.by_start, &memory->large.by_start,
+                            &memory->small.unmapped, &memory->large.unmapped};
+    Py_ssize_t num_pairs = memory->small.page ? 4 : 2;
+    PyObject *found = PyTuple_New(num_pairs);
+    for (Py_ssize_t index = 0; found != NULL && index < num_pairs; index++) {
+        const Pairs *each = pairs[index];
+        const char *at = each->count ? (const char *)each->at : "";
+        PyObject *bytes =
+            PyBytes_FromStringAndSize(at, each->count * (Py_ssize_t)sizeof(Pair));
+        if (bytes == NULL || PyTuple_SetItem(found, index, bytes)) {
+            Py_CLEAR(found);
+        }
+    }
+    return found;
 }
 
 static PyMethodDef memory_methods[] = {

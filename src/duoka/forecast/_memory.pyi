@@ -2,4 +2,4 @@ from collections.abc import Callable
 
 from . import device_memory
 
-Memory: Callable[[int | None], device_memory.PlainMemory]
+Memory: Callable[..., device_memory.PlainMemory]

@@ -5,8 +5,12 @@ management" in the CUDA semantics notes): sizes are rounded up to 512 bytes; req
 are served from 2 MiB segments, larger requests below 10 MiB from 20 MiB segments, the rest from
 segments rounded up to 2 MiB; the smallest free block that fits is taken and split; neighbours merge
 when freed; if a new segment doesn't fit, all wholly free segments are returned to the device first.
-Streams and expandable segments are not modelled; options that change rounding or splitting are
-refused.
+
+With the option ``expandable_segments:True`` a pool is one range of addresses instead (PyTorch's
+"Note [Expandable Segments]" in c10/cuda/CUDACachingAllocator.cpp): memory is mapped at its end in
+pages of 2 MiB (small requests) or 20 MiB (larger ones), every rest is split off, and under pressure
+the pages inside of free blocks are unmapped. Streams are not modelled; other options that change
+rounding or splitting are refused.
 
 The virtual GPUs allocate through `CachingAllocator`. The forecast replays through it too, or
 through the same algorithm in C (`_allocator.h`) where it was compiled; tests compare the two step
@@ -15,10 +19,10 @@ by step, so a forecast and a virtual run follow the same rules. This module know
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left, insort
 
 from duoka.errors import UsageError
+from duoka.hardware.gpu_generation import allocator_options
 
 # Named in PyTorch's source (c10) kMinBlockSize, kSmallSize, kSmallBuffer, kMinLargeAlloc,
 # kLargeBuffer and kRoundLarge.
@@ -28,9 +32,9 @@ SMALL_SEGMENT_BYTES = 2 * 2**20
 LARGE_REQUEST_BYTES = 10 * 2**20
 LARGE_SEGMENT_BYTES = 20 * 2**20
 SEGMENT_ROUND_BYTES = 2 * 2**20
+# The addresses of an expandable segment are 9/8 of the device's memory, or of this without a limit.
+MOST_EXPANDABLE_BYTES = 2**50
 
-
-_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _REFUSED_OPTIONS = (
     "max_split_size_mb", "large_segment_size_mb", "roundup_", "per_process_memory_fraction",
     "backend:cuda",
@@ -39,14 +43,13 @@ _REFUSED_OPTIONS = (
 
 def refuse_options() -> None:
     """Raise UsageError if PyTorch's allocator has options under which forecasts would be wrong."""
-    for variable in _VARIABLES:
-        for option in os.environ.get(variable, "").replace(" ", "").split(","):
-            if option.startswith(_REFUSED_OPTIONS):
-                raise UsageError(
-                    f"{variable} has {option[:60]!r}, which changes the allocator in a way that "
-                    "the forecast doesn't model",
-                    hint=f"remove it from {variable}; the plan keeps within the budgets without it",
-                )
+    for variable, option in allocator_options():
+        if option.startswith(_REFUSED_OPTIONS):
+            raise UsageError(
+                f"{variable} has {option[:60]!r}, which changes the allocator in a way that "
+                "the forecast doesn't model",
+                hint=f"remove it from {variable}; the plan keeps within the budgets without it",
+            )
 
 
 class OutOfCapacity(MemoryError):
@@ -108,23 +111,24 @@ ADDRESS = END_OF_ADDRESSES - 1
 class SegmentPool:
     """The segments of one pool (small or large requests), and their free blocks.
 
-    `free` has the free blocks, merged with their free neighbours, in order of size and address.
+    `segments` has the segments' sizes by address, `free` the free blocks, merged with their free
+    neighbours, in order of size and address.
     `least_rest` is the smallest rest that is split off a block. The free blocks alone determine how
     later requests are served from existing segments.
     """
 
-    __slots__ = ("_ends", "_least_rest", "_segments", "_starts", "free")
+    __slots__ = ("_ends", "_least_rest", "_starts", "free", "segments")
 
     def __init__(self, *, least_rest: int) -> None:
         self.free: list[Block] = []
         self._least_rest = least_rest
-        self._segments: dict[int, int] = {}
+        self.segments: dict[int, int] = {}
         self._starts: dict[int, int] = {}  # of free blocks: size by address
         self._ends: dict[int, int] = {}  # of free blocks: address by end address
 
     def add_segment(self, address: int, size: int) -> None:
         """Add a new, wholly free segment, which must not be adjacent to another segment."""
-        self._segments[address] = size
+        self.segments[address] = size
         self._starts[address], self._ends[address + size] = size, address
         insort(self.free, size << ADDRESS_BITS | address)
 
@@ -133,7 +137,7 @@ class SegmentPool:
         # Best fit: `free` is sorted by size, then address. A rest below `least_rest`, too small for
         # any request of this pool, stays with the block.
         free = self.free
-        index = bisect_left(free, size << ADDRESS_BITS)
+        index = self._best_fit(size)
         if index == len(free):
             return None
         block = free.pop(index)
@@ -147,6 +151,10 @@ class SegmentPool:
         insort(free, rest << ADDRESS_BITS | behind)
         self._starts[behind], self._ends[behind + rest] = rest, behind
         return size << ADDRESS_BITS | address
+
+    def _best_fit(self, size: int) -> int:
+        """Return the index of the free block to take; the number of blocks if none fits."""
+        return bisect_left(self.free, size << ADDRESS_BITS)
 
     def release(self, block: Block) -> None:
         """Free a block, and merge it with its free neighbours."""
@@ -174,13 +182,104 @@ class SegmentPool:
         """Return wholly free segments to the device; return the number of their bytes."""
         wholly = [
             (address, size)
-            for address, size in self._segments.items()
+            for address, size in self.segments.items()
             if self._starts.get(address) == size
         ]
         for address, size in wholly:
-            del self._segments[address], self._starts[address], self._ends[address + size]
+            del self.segments[address], self._starts[address], self._ends[address + size]
             del self.free[bisect_left(self.free, size << ADDRESS_BITS | address)]
         return sum(size for _, size in wholly)
+
+
+# An expandable segment of the large pool, in MiB, after each request; pages are 20 MiB:
+#
+#   malloc 30      [ 30 used | 10 free | unmapped ... ]                     2 pages are mapped
+#   malloc 15      [ 30 used | 15 used | 15 free | unmapped ... ]           10 free, 5 are missing
+#   free   30      [ 30 free | 15 used | 15 free | unmapped ... ]
+#   malloc 12      [ 12 used | 18 free | 15 used | 15 free | unmapped ... ] 15 free may yet expand
+#   (pressure)     [ 12 used | 18 free | 15 used | 15 free | unmapped ... ] no page is wholly free
+#   free   12      [ 30 free | 15 used | 15 free | unmapped ... ]
+#   (pressure)     [ unmapped 20 | 10 free | 15 used | 15 free | unmapped ... ]
+class ExpandablePool(SegmentPool):
+    """The expandable segments of one pool: mostly one, of which memory is mapped page by page.
+
+    `unmapped` has the sizes of the unmapped runs of addresses by their starts, multiples of
+    `page_bytes`. A free block and the unmapped run behind it can become one larger block.
+    """
+
+    __slots__ = ("page_bytes", "unmapped")
+
+    def __init__(self, *, page_bytes: int) -> None:
+        super().__init__(least_rest=ROUND_BYTES)
+        self.page_bytes = page_bytes
+        self.unmapped: dict[int, int] = {}
+
+    def add_segment(self, address: int, size: int) -> None:
+        """Add a wholly unmapped segment; address and size are multiples of `page_bytes`."""
+        self.segments[address] = self.unmapped[address] = size
+
+    def _best_fit(self, size: int) -> int:
+        """Return the index of the free block to take, the smallest after its possible expansion."""
+        index = super()._best_fit(size)
+        while index + 1 < len(self.free) and self._expanded(index + 1) < self._expanded(index):
+            index += 1
+        return index
+
+    def _expanded(self, index: int) -> int:
+        """Return the bytes of a free block and of the unmapped run behind it."""
+        size, address = self.free[index] >> ADDRESS_BITS, self.free[index] & ADDRESS
+        return size + self.unmapped.get(address + size, 0)
+
+    def find_expandable(self, size: int) -> int | None:
+        """Return the lowest address with `size` free or unmapped bytes, at an unmapped run."""
+        for run in sorted(self.unmapped):
+            end = start = self._ends.get(run, run)
+            while end < start + size and (more := self._starts.get(end) or self.unmapped.get(end)):
+                end += more
+            if end >= start + size:
+                return start
+        return None
+
+    def next_pages(self, start: int, size: int) -> tuple[int, int]:
+        """Return address and bytes of the pages to map next for a block of `size` at `start`.
+
+        The bytes are 0 once the free block at `start` is large enough.
+        """
+        free = self._starts.get(start, 0)
+        missing = min(size - free, self.unmapped.get(start + free, 0))
+        return start + free, -(-max(missing, 0) // self.page_bytes) * self.page_bytes
+
+    def map_pages(self, address: int, size: int) -> None:
+        """Map the first bytes of the unmapped run at an address: they become free."""
+        rest = self.unmapped.pop(address) - size
+        if rest:
+            self.unmapped[address + size] = rest
+        self.release(size << ADDRESS_BITS | address)
+
+    def drop_free_segments(self) -> int:
+        """Unmap all wholly free pages, drop wholly unmapped segments; return the unmapped bytes."""
+        dropped = 0
+        for block in list(self.free):
+            size, address = block >> ADDRESS_BITS, block & ADDRESS
+            start = -(-address // self.page_bytes) * self.page_bytes
+            end = (address + size) // self.page_bytes * self.page_bytes
+            if start < end:
+                self.free.remove(block)
+                del self._starts[address], self._ends[address + size]
+                for rest, at in ((start - address, address), (address + size - end, end)):
+                    if rest:
+                        self.release(rest << ADDRESS_BITS | at)
+                dropped += end - start
+                self._unmap(start, end)
+        return dropped
+
+    def _unmap(self, start: int, end: int) -> None:
+        """Add an unmapped run, merged with its neighbours; drop its segment if wholly unmapped."""
+        end += self.unmapped.pop(end, 0)
+        start = next((at for at, size in self.unmapped.items() if at + size == start), start)
+        self.unmapped[start] = end - start
+        if self.segments.get(start) == end - start:
+            del self.segments[start], self.unmapped[start]
 
 
 class Allocation:
@@ -210,7 +309,7 @@ class CachingAllocator:
     cached (free) blocks. The maxima are peaks since the start or the last `reset_peak`.
     `is_pressed` is True once a segment exceeded the capacity and cached segments were returned.
     Requests up to `SMALL_REQUEST_BYTES` are served from the `small` pool, larger ones from the
-    `large` pool.
+    `large` pool. With `expandable`, segments are expandable.
 
     Examples
     --------
@@ -223,7 +322,7 @@ class CachingAllocator:
     (0, 2097152)
     """
 
-    def __init__(self, capacity_bytes: int | None = None) -> None:
+    def __init__(self, capacity_bytes: int | None = None, *, expandable: bool = False) -> None:
         self.capacity_bytes = capacity_bytes
         self.is_pressed = False
         self.allocated_bytes = 0
@@ -232,6 +331,9 @@ class CachingAllocator:
         self.max_reserved_bytes = 0
         self.small = SegmentPool(least_rest=ROUND_BYTES)
         self.large = SegmentPool(least_rest=SMALL_REQUEST_BYTES + ROUND_BYTES)
+        if expandable:
+            self.small = ExpandablePool(page_bytes=SMALL_SEGMENT_BYTES)
+            self.large = ExpandablePool(page_bytes=LARGE_SEGMENT_BYTES)
         self._next_address = 0
 
     def malloc(self, num_bytes: int) -> Allocation:
@@ -265,11 +367,9 @@ class CachingAllocator:
         is_small = block >> ADDRESS_BITS <= SMALL_REQUEST_BYTES
         (self.small if is_small else self.large).release(block)
 
-    def has_room_for(self, segment: int) -> bool:
-        """Return True if a new segment of `segment` bytes fits the capacity."""
-        if self._next_address + segment > END_OF_ADDRESSES:
-            return False
-        return self.capacity_bytes is None or self.reserved_bytes + segment <= self.capacity_bytes
+    def has_room_for(self, num_bytes: int) -> bool:
+        """Return True if the device has so many bytes to reserve."""
+        return self.capacity_bytes is None or self.reserved_bytes + num_bytes <= self.capacity_bytes
 
     def empty_cache(self) -> None:
         """Return every wholly free segment to the device."""
@@ -282,17 +382,59 @@ class CachingAllocator:
         self.max_reserved_bytes = self.reserved_bytes
 
     def _reserve(self, pool: SegmentPool, size: int) -> None:
-        """Reserve a segment for a rounded request, returning cached segments if necessary."""
-        segment = segment_bytes(size)
-        if not self.has_room_for(segment):
+        """Reserve memory for a rounded request, returning cached memory if necessary."""
+        if not self._extend(pool, size):
             self.is_pressed = True
             self.empty_cache()
-            if not self.has_room_for(segment):
+            if not self._extend(pool, size):
                 limit = END_OF_ADDRESSES if self.capacity_bytes is None else self.capacity_bytes
                 raise OutOfCapacity(size, limit, self.allocated_bytes, self.reserved_bytes)
+
+    def _extend(self, pool: SegmentPool, size: int) -> bool:
+        """Reserve a segment or pages for a rounded request; return False if they don't fit."""
+        if isinstance(pool, ExpandablePool):
+            return self._map_pages(pool, size)
+        segment = segment_bytes(size)
+        if self._next_address + segment > END_OF_ADDRESSES or not self.has_room_for(segment):
+            return False
         pool.add_segment(self._next_address, segment)
         # A gap keeps blocks of adjacent segments from merging.
         self._next_address += segment + ROUND_BYTES
-        self.reserved_bytes += segment
+        self._count_reserved(segment)
+        return True
+
+    def _map_pages(self, pool: ExpandablePool, size: int) -> bool:
+        """Map pages until `size` bytes are free in a row; return False if they don't fit.
+
+        Pages that fit stay mapped if later ones don't.
+        """
+        start = pool.find_expandable(size)
+        if start is None:
+            memory = min(MOST_EXPANDABLE_BYTES, self.capacity_bytes or MOST_EXPANDABLE_BYTES)
+            segment = -(-(memory + memory // 8) // pool.page_bytes) * pool.page_bytes
+            start = self._free_addresses(segment)
+            if size > segment or start + segment > END_OF_ADDRESSES:
+                return False
+            pool.add_segment(start, segment)
+        while (pages := pool.next_pages(start, size))[1]:
+            if not self.has_room_for(pages[1]):
+                return False
+            pool.map_pages(*pages)
+            self._count_reserved(pages[1])
+        return True
+
+    def _free_addresses(self, num_bytes: int) -> int:
+        """Return the lowest address of so many, aligned to any page, that no segment is next to."""
+        start = 0
+        for address, size in sorted((self.small.segments | self.large.segments).items()):
+            if address - start > num_bytes:
+                break
+            start = (address + size) // LARGE_SEGMENT_BYTES * LARGE_SEGMENT_BYTES
+            start += LARGE_SEGMENT_BYTES
+        return start
+
+    def _count_reserved(self, num_bytes: int) -> None:
+        """Count bytes that were taken from the device."""
+        self.reserved_bytes += num_bytes
         if self.reserved_bytes > self.max_reserved_bytes:
             self.max_reserved_bytes = self.reserved_bytes

@@ -10,9 +10,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Hashable, Sequence
 
-from .allocator import ADDRESS, ADDRESS_BITS, CachingAllocator, rounded_bytes
+from .allocator import ADDRESS, ADDRESS_BITS, CachingAllocator, ExpandablePool, rounded_bytes
 
-CompiledMemory: Callable[[int | None], PlainMemory] | None
+CompiledMemory: Callable[..., PlainMemory] | None
 try:
     from ._memory import Memory as CompiledMemory
 except ImportError:  # not compiled at installation
@@ -24,11 +24,12 @@ Held = tuple[int, int, int]
 FREE = -1
 
 
-def new_memory(capacity_bytes: int | None) -> PlainMemory:
-    """Return the empty memory of a device, compiled if possible; None is unlimited capacity."""
-    if CompiledMemory is None:
-        return PlainMemory(capacity_bytes)
-    return CompiledMemory(capacity_bytes)
+def new_memory(capacity_bytes: int | None, expandable: bool = False) -> PlainMemory:
+    """Return the empty memory of a device, compiled if possible; None is unlimited capacity.
+
+    `expandable` is True for expandable segments.
+    """
+    return (CompiledMemory or PlainMemory)(capacity_bytes, expandable)
 
 
 def sizes_of(sizes: Sequence[int]) -> bytes:
@@ -45,8 +46,8 @@ class PlainMemory:
     at the `peak` of allocated bytes; `requested_peak` is the peak of requested bytes.
     """
 
-    def __init__(self, capacity_bytes: int | None = None) -> None:
-        self._allocator = CachingAllocator(capacity_bytes)
+    def __init__(self, capacity_bytes: int | None = None, expandable: bool = False) -> None:
+        self._allocator = CachingAllocator(capacity_bytes, expandable=expandable)
         self.peak = self.requested = self.requested_peak = 0
         self.cached = self.cached_at_peak = self.aside = self.aside_at_peak = 0
 
@@ -112,10 +113,14 @@ class PlainMemory:
                 self.release(registers.pop(register), bool(is_cached))
         return [registers[register] for register in out]
 
-    def free_blocks(self) -> tuple[Hashable, Hashable]:
+    def free_blocks(self) -> tuple[Hashable, ...]:
         """Return the free blocks of the small and the large pool, for comparison.
 
-        The free blocks alone determine which block serves a request. So from equal free blocks (and
-        equal blocks in use), equal requests lead to equal free blocks.
+        The free blocks alone determine which block serves a request; with expandable segments the
+        unmapped runs do too, which are returned as well. So from equal free blocks (and equal
+        blocks in use), equal requests lead to equal free blocks.
         """
-        return tuple(self._allocator.small.free), tuple(self._allocator.large.free)
+        pools = self._allocator.small, self._allocator.large
+        expandable = [pool for pool in pools if isinstance(pool, ExpandablePool)]
+        unmapped = [tuple(sorted(pool.unmapped.items())) for pool in expandable]
+        return (*(tuple(pool.free) for pool in pools), *unmapped)

@@ -17,7 +17,7 @@ from duoka.errors import FleetError
 from . import parse
 from .detect import detect
 from .device import MAX_DEVICES, Device, Link
-from .gpu_generation import GpuGeneration
+from .gpu_generation import GpuGeneration, has_expandable_segments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +158,7 @@ class Fleet:
         return GpuGeneration(
             workspace_bytes=max((gpu.workspace_bytes for gpu in gpus), default=0),
             before_ampere=any(gpu.has_bfloat16 is False for gpu in gpus),
+            expandable_segments=bool(gpus) and has_expandable_segments(),
         )
 
     def reserving(self, sizes: Mapping[str, int]) -> Fleet:

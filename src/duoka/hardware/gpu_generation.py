@@ -4,6 +4,8 @@ PyTorch's allocator allocates a cuBLAS workspace at a thread's first matrix prod
 never frees it: one for the forward pass and, in training, one for the backward pass, which has its
 own thread per GPU. Flash attention, and fused attention in bfloat16, need Ampere or newer; older
 GPUs (T4, V100, RTX 2080 Ti) materialize the attention weights of all pairs of tokens instead.
+Environment variables override the size of the workspace, and choose how the allocator reserves
+memory.
 """
 
 from __future__ import annotations
@@ -16,6 +18,11 @@ from duoka.errors import UsageError
 
 WORKSPACE_CONFIG = "CUBLAS_WORKSPACE_CONFIG"
 """Environment variable that overrides the sizes: pairs of KiB and count, as ":4096:2:16:8"."""
+
+EXPANDABLE_SEGMENTS = "expandable_segments:True"
+"""The option of PyTorch's allocator, in one of these variables, to map memory page by page."""
+
+_ALLOCATOR_CONFIGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 # PyTorch's defaults: ":4096:2:16:8" (8.125 MiB), and from Hopper on ":4096:8" (32 MiB), in
 # `parseChosenWorkspaceSize` of aten/src/ATen/cuda/CublasHandlePool.cpp.
@@ -32,12 +39,34 @@ def workspace_bytes(compute_capability: tuple[int, int] | None = None) -> int:
     return _FROM_HOPPER_BYTES if (compute_capability or (0, 0)) >= _HOPPER else _BYTES
 
 
+def allocator_options() -> list[tuple[str, str]]:
+    """Return the options of PyTorch's allocator in the environment, each with its variable."""
+    return [
+        (variable, option)
+        for variable in _ALLOCATOR_CONFIGS
+        for option in "".join(os.environ.get(variable, "").split()).split(",")
+    ]
+
+
+def has_expandable_segments() -> bool:
+    """Return True if the environment makes the segments of PyTorch's allocator expandable."""
+    # PyTorch reads the first variable that is set; the last of equal options counts.
+    first = next((name for name in _ALLOCATOR_CONFIGS if name in os.environ), None)
+    options = [option for name, option in allocator_options() if name == first]
+    settings = [option for option in options if option.startswith("expandable_segments:")]
+    return settings[-1:] == [EXPANDABLE_SEGMENTS]
+
+
 @dataclass(frozen=True, slots=True)
 class GpuGeneration:
-    """Properties of a generation, assumed for all GPUs of a fleet; by default Ampere to Ada."""
+    """Memory needs assumed for all GPUs of a fleet; by default of Ampere to Ada.
+
+    `expandable_segments` is the option of PyTorch's allocator, by default as in the environment.
+    """
 
     workspace_bytes: int = field(default_factory=workspace_bytes)
     before_ampere: bool = False
+    expandable_segments: bool = field(default_factory=has_expandable_segments)
 
     def __post_init__(self) -> None:
         if self.workspace_bytes < 0:
