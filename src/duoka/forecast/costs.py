@@ -165,8 +165,12 @@ class Costs:
         return self._bounds[place]
 
     def room_bounds(self, budget_bytes: int) -> Ints:
-        """[start, stop]: lower bounds of reserved bytes if `room` stays free; 0 in training."""
-        if self.room is None or self.training is not None:
+        """[start, stop]: lower bounds of reserved bytes if `room` stays free.
+
+        They are 0 in training, and with expandable segments, whose free ends take larger tensors.
+        """
+        expandable = self.workload.gpu_generation.expandable_segments
+        if self.room is None or self.training is not None or expandable:
             return np.zeros_like(self.lower_bound_bytes)
         if self._growth is None:
             self._growth = Growth(self._chain, self._replay_at(1))

@@ -27,7 +27,8 @@ T = TypeVar("T")
 # its segment. Allocated bytes are then exact but for the unsplit rest of a cache's block, up to
 # 1 MiB, and reserved bytes are off by one segment at most if a cache tensor grows by up to 4 KiB
 # per token. If it grows faster (large batches), each token may change which free blocks fit, so up
-# to _MOST_STEPS_BETWEEN steps in between are replayed too.
+# to _MOST_STEPS_BETWEEN steps in between are replayed too; and so are they with expandable segments,
+# in which a longer cache takes bytes of its former neighbours.
 _MOST_EVENTS = 200_000
 _SMALL_GROWTH_BYTES = 4096
 _MOST_STEPS_BETWEEN = 4096
@@ -45,6 +46,7 @@ class Replay(AllocEvents):
     def __init__(self, profile: Profile, workload: Workload, *, brief: bool = False) -> None:
         self.brief = brief
         self.workspace_bytes = workload.gpu_generation.workspace_bytes
+        self.has_expandable_segments = workload.gpu_generation.expandable_segments
         self.programs: dict[tuple[object, ...], StageProgram] = {}
         self._paused: dict[tuple[tuple[int, ...], int | None], StageRun] = {}
         super().__init__(profile, workload)
@@ -159,7 +161,7 @@ class Replay(AllocEvents):
                 for length, before, after in zip(keys[1:], classes, classes[1:], strict=False)
                 if before != after
             )
-        if growth > _SMALL_GROWTH_BYTES:
+        if growth > _SMALL_GROWTH_BYTES or self.has_expandable_segments:
             chosen_lengths.update(keys[:: -(-len(keys) // _MOST_STEPS_BETWEEN)])
         return sorted(chosen_lengths)
 
@@ -203,7 +205,7 @@ class StageRun:
         profile = replay.profile
         self.blocks = sorted(blocks)
         self.kinds = [profile.kinds[profile.blocks[block].kind] for block in self.blocks]
-        self.memory = memory = new_memory(capacity)
+        self.memory = memory = new_memory(capacity, replay.has_expandable_segments)
         for kind in self.kinds:
             for size in kind.weight_bytes:
                 memory.hold(size)

@@ -97,6 +97,8 @@ def with_pages(
     sizes = sorted({size for stage in tensors for size in stage})
 
     def segments(pages: int) -> list[tuple[bool, int, int]]:
+        if workload.gpu_generation.expandable_segments:
+            return []  # tensors lie side by side in one segment: a single run of counts
         return [_segment_kind(size + growth * (pages - min_pages)) for size, growth in sizes]
 
     max_pages = min(

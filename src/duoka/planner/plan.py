@@ -324,13 +324,16 @@ def _label(device: Device, separator: str = " ") -> str:
 
 
 def _add_later_fields(data: dict[str, Any]) -> None:
-    """Add what a plan file of an earlier version lacks: the limit of new tokens, facts of pages."""
+    """Add what a plan file of an earlier version lacks, with the values that it stands for."""
     request = data.get("request")
     if isinstance(request, dict):
         request.setdefault("most_new_tokens", None)
     for part in (data, request):
         workload = part.get("workload") if isinstance(part, dict) else None
         if isinstance(workload, dict):
-            workload.setdefault("page_tokens", PAGE_TOKENS)
-            workload.setdefault("pages_for_batch", False)
-            workload.setdefault("cuda_graphs", True)
+            added = {"page_tokens": PAGE_TOKENS, "pages_for_batch": False, "cuda_graphs": False}
+            for name, value in added.items():
+                workload.setdefault(name, value)
+            generation = workload.get("gpu_generation")
+            if isinstance(generation, dict):
+                generation.setdefault("expandable_segments", False)

@@ -128,7 +128,8 @@ class VirtualGpu:
 
     def __init__(self, index: int, capacity_bytes: int | None, data: str, world: World) -> None:
         self.index = index
-        self.allocator = CachingAllocator(capacity_bytes)
+        expandable = world.generation.expandable_segments
+        self.allocator = CachingAllocator(capacity_bytes, expandable=expandable)
         self.data = data
         self.meta = data in ("meta", "even")
         self.data_device = torch.device("meta" if self.meta else data)

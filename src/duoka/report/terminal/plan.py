@@ -297,6 +297,8 @@ def plan_title(plan: Plan) -> tuple[str, str]:
 def plan_facts(plan: Plan) -> Iterator[str]:
     """Yield the facts of a plan's request as short phrases."""
     yield from workload_facts(plan.workload)
+    if plan.workload.gpu_generation.expandable_segments:
+        yield "expandable segments (PYTORCH_ALLOC_CONF)"
     yield _OBJECTIVE_FACTS.get(plan.objective, f"objective: {plan.objective}")
     if any(map(is_tight, plan.forecast.devices)):
         yield "low headroom"
