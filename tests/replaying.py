@@ -45,13 +45,10 @@ class Piece:
 class Segment(list[Piece]):
     """Its pieces, in order of their addresses."""
 
-    address = 0  # of expandable ones
-
 
 @dataclass
 class PlainAllocator:
-    """Segments as lists of pieces, in the order in which they were reserved; expandable ones in
-    that of their addresses."""
+    """Segments as lists of pieces, in the order in which they were reserved."""
 
     capacity: int | None = None
     expandable: bool = False
@@ -129,13 +126,7 @@ class PlainAllocator:
             if size > room:
                 return False
             pieces.append(Piece(room, mapped=False))
-            for _, other in self.segments:
-                if other.address - pieces.address > room:
-                    break
-                end = other.address + sum(piece.size for piece in other)
-                pieces.address = end // (20 * MIB) * 20 * MIB + 20 * MIB
             self.segments.append((small, pieces))
-            self.segments.sort(key=lambda segment: segment[1].address)
         while (have := pieces[at].size if pieces[at].mapped else 0) < size:
             run = pieces[at + pieces[at].mapped]
             pages = -(-min(size - have, run.size) // page) * page
@@ -214,7 +205,7 @@ def plain_run(replay: Replay, blocks: Sequence[int], capacity: int | None) -> Pe
 class _Plain:
     def __init__(self, replay: Replay, blocks: frozenset[int], capacity: int | None) -> None:
         self.replay, self.blocks = replay, blocks
-        self.allocator = PlainAllocator(capacity)
+        self.allocator = PlainAllocator(capacity, replay.has_expandable_segments)
         self.alive: dict[Key, Piece] = {}
         self.kept: dict[int, list[Piece]] = {block: [] for block in blocks}
         self.workspace = replay.workspace_bytes

@@ -138,6 +138,45 @@ def test_training_on_two_gpus(checkpointing: bool) -> None:
     check(small("llama", TWO, prompt=500, training=training), over=0.001, segments=2)
 
 
+@pytest.fixture
+def expandable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # it is read once only
+
+
+@pytest.mark.cuda_rig(gpus=TWO)
+@pytest.mark.usefixtures("expandable")
+@pytest.mark.parametrize(
+    ("name", "work"),
+    [
+        ("glm", {"prompt": 1333, "new": 18}),
+        ("llama", {"prompt": 1901, "new": 5, "batch": 2, "chunk": 640}),
+        ("tied", {"prompt": 1100, "new": 6, "batch": 3}),
+        ("llama", {"prompt": 500, "training": Training(gradient_checkpointing=True)}),
+        ("tied", {"prompt": 300, "training": Training(method="full", micro_batches=3)}),
+        ("llama", {"prompt": 300, "quantize": "nf4", "training": Training()}),
+    ],
+)
+def test_expandable_segments(name: str, work: dict[str, Any]) -> None:
+    check(small(name, TWO, **work), over=0.001)
+
+
+@pytest.mark.cuda_rig(gpus=TWO)
+@pytest.mark.usefixtures("expandable")
+@pytest.mark.parametrize("new", [1, 300])
+def test_pages_in_expandable_segments(new: int) -> None:
+    """The engine's steps, in rounds as they are forecast."""
+    case = small("llama", TWO, prompt=200, new=new, batch=4, chunk=64, cache="paged", pages=300)
+    check(case, over=0.001)
+
+
+@pytest.mark.slow
+@pytest.mark.cuda_rig(gpus="24GiB,12GiB")
+@pytest.mark.usefixtures("expandable")
+def test_llama_in_expandable_segments() -> None:
+    check(large("llama-3-8b", "24GiB,12GiB", prompt=8000, new=6))
+
+
 @pytest.mark.slow
 @pytest.mark.cuda_rig(gpus="12GiB,8GiB")
 def test_glm_in_chunks() -> None:

@@ -54,7 +54,8 @@ def run(replay: Replay, blocks: list[int], capacity: int | None) -> Peaks | None
 
 def check(profile: Profile, workload: Workload, data: st.DataObject) -> None:
     workspace = data.draw(st.sampled_from([0, 3 * MIB // 2, 8_519_680]))
-    replay = Replay(profile, replace(workload, gpu_generation=GpuGeneration(workspace)))
+    generation = GpuGeneration(workspace, expandable_segments=data.draw(st.booleans()))
+    replay = Replay(profile, replace(workload, gpu_generation=generation))
     for _ in range(3):
         all_blocks = range(len(profile.blocks))
         blocks = sorted(data.draw(st.sets(st.sampled_from(all_blocks), min_size=1)))
@@ -64,7 +65,7 @@ def check(profile: Profile, workload: Workload, data: st.DataObject) -> None:
         assert free is not None
         assert free == plain_run(replay, blocks, None)
         _, reserved, requested, *_ = free
-        capacity = data.draw(st.integers(requested - 1, reserved + 4 * MIB))
+        capacity = data.draw(st.integers(requested - 1, reserved + 24 * MIB))
         assert run(replay, blocks, capacity) == plain_run(replay, blocks, capacity)
 
 

@@ -131,6 +131,52 @@ def test_peaks_start_again_from_what_is_in_use() -> None:
     assert allocator.max_reserved_bytes == allocator.reserved_bytes == 2 * MIB
 
 
+def test_expandable_segments_grow_by_pages() -> None:
+    allocator = CachingAllocator(expandable=True)
+    allocator.malloc(1)
+    assert allocator.reserved_bytes == 2 * MIB
+    wide = allocator.malloc(30 * MIB)
+    assert allocator.reserved_bytes == 42 * MIB
+    allocator.malloc(15 * MIB)  # 10 are free at the end, and a page is added
+    assert allocator.reserved_bytes == 62 * MIB
+    assert allocator.allocated_bytes == 45 * MIB + 512
+    allocator.free(wide)
+    assert allocator.malloc(30 * MIB - 512).size == 30 * MIB - 512  # any rest is split off
+    assert allocator.malloc(1).size == 512
+
+
+def test_what_can_still_expand_is_taken_last() -> None:
+    allocator = CachingAllocator(expandable=True)
+    wide = allocator.malloc(30 * MIB)
+    allocator.malloc(5 * MIB)  # 5 are free behind it
+    allocator.free(wide)
+    assert allocator.malloc(4 * MIB).address == wide.address
+
+
+def test_free_pages_are_unmapped_when_the_device_is_full() -> None:
+    allocator = CachingAllocator(100 * MIB, expandable=True)
+    first, second = allocator.malloc(50 * MIB), allocator.malloc(10 * MIB)
+    allocator.free(first)
+    last = allocator.malloc(55 * MIB)  # 40 of the first 50 are unmapped, and 60 mapped at the end
+    assert allocator.is_pressed
+    assert last.address == second.address + second.size
+    assert allocator.reserved_bytes == allocator.max_reserved_bytes == 80 * MIB
+    with pytest.raises(OutOfCapacity):
+        allocator.malloc(31 * MIB)
+    assert allocator.malloc(10 * MIB).address == first.address + 40 * MIB
+    allocator.free(last)
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 20 * MIB
+
+
+def test_segments_that_are_wholly_unmapped_are_dropped() -> None:
+    allocator = CachingAllocator(100 * MIB, expandable=True)
+    allocator.free(allocator.malloc(50 * MIB))
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 0
+    assert not allocator.large.segments
+
+
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 @pytest.mark.parametrize(
     "option", ["max_split_size_mb:128", "roundup_power2_divisions:4", "backend:cudaMallocAsync"]

@@ -1,4 +1,4 @@
-"""cuBLAS's workspaces: what PyTorch 2.13 takes, as it was counted on the CUDA rig."""
+"""cuBLAS's workspaces and the allocator's setting: what PyTorch 2.13 does on the CUDA rig."""
 
 from __future__ import annotations
 
@@ -54,3 +54,35 @@ def test_the_cpu_has_none() -> None:
     fleet = Fleet.from_max_memory({0: "1GiB", "cpu": "2GiB"})
     assert fleet.gpu_generation == GpuGeneration(BEFORE_HOPPER)
     assert fleet.only(["cpu"]).gpu_generation == GpuGeneration(0)
+
+
+TRUE, FALSE = "expandable_segments:True", "expandable_segments:False"
+NEW, OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+
+
+@pytest.mark.parametrize(
+    ("variables", "expandable"),
+    [
+        ({}, False),
+        ({NEW: TRUE}, True),
+        ({OLD: TRUE}, True),
+        ({NEW: FALSE, OLD: TRUE}, True),
+        ({NEW: TRUE, OLD: FALSE}, False),
+        ({NEW: TRUE, OLD: "garbage_collection_threshold:0.8"}, False),
+        ({NEW: TRUE, OLD: ""}, False),
+        ({OLD: " garbage_collection_threshold:0.8, expandable_segments : True"}, True),
+        ({OLD: f"{FALSE},{TRUE}"}, True),
+        ({OLD: f"{TRUE},{FALSE}"}, False),
+    ],
+)
+def test_expandable_segments(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expandable: bool
+) -> None:
+    for variable in (NEW, OLD):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    assert gpu_generation.has_expandable_segments() == expandable
+    fleet = Fleet.from_max_memory({0: "1GiB", "cpu": "2GiB"})
+    assert fleet.gpu_generation.expandable_segments == expandable
+    assert not fleet.only(["cpu"]).gpu_generation.expandable_segments

@@ -175,12 +175,11 @@ def prove_here(plan: Plan, opened: OpenedModel, download_progress: Progress | No
     loader.refuse_unloadable(checkpoint.config, plan.placement)
     gc.collect()  # reference cycles keep the memory of a closed engine
     devices.give_back()
-    was_expandable = plan.workload.gpu_generation.expandable_segments
+    planned = plan.workload.gpu_generation.expandable_segments
     plan = plan.on_this_machine()
     generation = plan.fleet.gpu_generation
-    if generation.expandable_segments != was_expandable:
-        planned, proved = ("with", "without") if was_expandable else ("without", "with")
-        say(f"the plan was made {planned} expandable segments; it is proved {proved} them")
+    if (proved := generation.expandable_segments) != planned:
+        say(f"planned with expandable_segments:{planned}, proved with expandable_segments:{proved}")
     plan = replace(plan, workload=replace(plan.workload, gpu_generation=generation))
     refuse_more(plan.forecast.host_bytes)
     say("proving the plan on virtual GPUs")

@@ -70,40 +70,24 @@ add_segment(Memory *memory, Pool *pool, int64_t asked)
     return DONE;
 }
 
-/* The lowest address of so many, aligned to any page, that no segment is next to. */
-static int64_t
-free_addresses(const Memory *memory, int64_t num_bytes)
-{
-    const Pairs *small = &memory->small.segments, *large = &memory->large.segments;
-    int64_t start = 0;
-    for (ptrdiff_t first = 0, second = 0; first < small->count || second < large->count;) {
-        int is_small = second == large->count
-                       || (first < small->count && small->at[first].major < large->at[second].major);
-        const Pair *segment = is_small ? &small->at[first++] : &large->at[second++];
-        if (segment->major - start > num_bytes) {
-            break;
-        }
-        start = ((segment->major + segment->minor) / LARGE_SEGMENT + 1) * LARGE_SEGMENT;
-    }
-    return start;
-}
-
 /* An expandable segment, unmapped yet, for so many bytes; FULL where there are no addresses. */
 static int
-add_expandable(Memory *memory, Pool *pool, int64_t asked, int64_t *start)
+add_expandable(Memory *memory, Pool *pool, int64_t asked)
 {
     int64_t most = memory->capacity && memory->capacity < MOST_EXPANDABLE ? memory->capacity
                                                                           : MOST_EXPANDABLE;
     int64_t segment = most > 0 ? rounded(most + most / 8, pool->page) : 0;
-    *start = free_addresses(memory, segment);
-    if (asked > segment || *start + segment > END_OF_ADDRESSES) {
+    int64_t start = memory->next_address;
+    if (asked > segment || start + segment > END_OF_ADDRESSES) {
         return FULL;
     }
     if (make_room(&pool->segments) || make_room(&pool->unmapped)) {
         return NO_MEMORY;
     }
-    insert(&pool->segments, *start, segment);
-    insert(&pool->unmapped, *start, segment);
+    insert(&pool->segments, start, segment);
+    insert(&pool->unmapped, start, segment);
+    /* The next one is aligned to any page, and doesn't touch. */
+    memory->next_address += (segment / LARGE_SEGMENT + 1) * LARGE_SEGMENT;
     return DONE;
 }
 
@@ -112,9 +96,12 @@ static int
 expand(Memory *memory, Pool *pool, int64_t asked)
 {
     int64_t start = find_expandable(pool, asked);
-    int failed = start < 0 ? add_expandable(memory, pool, asked, &start) : DONE;
-    if (failed) {
-        return failed;
+    if (start < 0) {
+        start = memory->next_address;
+        int failed = add_expandable(memory, pool, asked);
+        if (failed) {
+            return failed;
+        }
     }
     for (int64_t pages; (pages = missing_pages(pool, start, asked));) {
         if (make_room_for_free(pool)) {

@@ -19,10 +19,12 @@ by step, so a forecast and a virtual run follow the same rules. This module know
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left, insort
+from collections.abc import Callable
 
 from duoka.errors import UsageError
-from duoka.hardware.gpu_generation import allocator_options
+from duoka.hardware.gpu_generation import ALLOCATOR_CONFIGS
 
 # Named in PyTorch's source (c10) kMinBlockSize, kSmallSize, kSmallBuffer, kMinLargeAlloc,
 # kLargeBuffer and kRoundLarge.
@@ -43,13 +45,14 @@ _REFUSED_OPTIONS = (
 
 def refuse_options() -> None:
     """Raise UsageError if PyTorch's allocator has options under which forecasts would be wrong."""
-    for variable, option in allocator_options():
-        if option.startswith(_REFUSED_OPTIONS):
-            raise UsageError(
-                f"{variable} has {option[:60]!r}, which changes the allocator in a way that "
-                "the forecast doesn't model",
-                hint=f"remove it from {variable}; the plan keeps within the budgets without it",
-            )
+    for variable in ALLOCATOR_CONFIGS:
+        for option in os.environ.get(variable, "").replace(" ", "").split(","):
+            if option.startswith(_REFUSED_OPTIONS):
+                raise UsageError(
+                    f"{variable} has {option[:60]!r}, which changes the allocator in a way that "
+                    "the forecast doesn't model",
+                    hint=f"remove it from {variable}; the plan keeps within the budgets without it",
+                )
 
 
 class OutOfCapacity(MemoryError):
@@ -112,9 +115,8 @@ class SegmentPool:
     """The segments of one pool (small or large requests), and their free blocks.
 
     `segments` has the segments' sizes by address, `free` the free blocks, merged with their free
-    neighbours, in order of size and address.
-    `least_rest` is the smallest rest that is split off a block. The free blocks alone determine how
-    later requests are served from existing segments.
+    neighbours, in order of size and address. `least_rest` is the smallest rest that is split off a
+    block. The free blocks alone determine how later requests are served from existing segments.
     """
 
     __slots__ = ("_ends", "_least_rest", "_starts", "free", "segments")
@@ -204,7 +206,9 @@ class ExpandablePool(SegmentPool):
     """The expandable segments of one pool: mostly one, of which memory is mapped page by page.
 
     `unmapped` has the sizes of the unmapped runs of addresses by their starts, multiples of
-    `page_bytes`. A free block and the unmapped run behind it can become one larger block.
+    `page_bytes`. A free block and the unmapped run behind it can become one larger block. A
+    second segment is added if memory was unmapped so often that no run of addresses is long enough;
+    it is assumed to be at higher addresses than the first, as the driver may decide otherwise.
     """
 
     __slots__ = ("page_bytes", "unmapped")
@@ -240,21 +244,21 @@ class ExpandablePool(SegmentPool):
                 return start
         return None
 
-    def next_pages(self, start: int, size: int) -> tuple[int, int]:
-        """Return address and bytes of the pages to map next for a block of `size` at `start`.
+    def map_pages(self, start: int, size: int, reserve: Callable[[int], bool]) -> bool:
+        """Map pages until the free block at `start` is large enough; return False if too many.
 
-        The bytes are 0 once the free block at `start` is large enough.
+        `reserve` takes bytes from the device. Pages that fit stay mapped if later ones don't.
         """
-        free = self._starts.get(start, 0)
-        missing = min(size - free, self.unmapped.get(start + free, 0))
-        return start + free, -(-max(missing, 0) // self.page_bytes) * self.page_bytes
-
-    def map_pages(self, address: int, size: int) -> None:
-        """Map the first bytes of the unmapped run at an address: they become free."""
-        rest = self.unmapped.pop(address) - size
-        if rest:
-            self.unmapped[address + size] = rest
-        self.release(size << ADDRESS_BITS | address)
+        while (free := self._starts.get(start, 0)) < size:
+            run = self.unmapped[start + free]
+            pages = -(-min(size - free, run) // self.page_bytes) * self.page_bytes
+            if not reserve(pages):
+                return False
+            del self.unmapped[start + free]
+            if pages < run:
+                self.unmapped[start + free + pages] = run - pages
+            self.release(pages << ADDRESS_BITS | start + free)
+        return True
 
     def drop_free_segments(self) -> int:
         """Unmap all wholly free pages, drop wholly unmapped segments; return the unmapped bytes."""
@@ -270,16 +274,13 @@ class ExpandablePool(SegmentPool):
                     if rest:
                         self.release(rest << ADDRESS_BITS | at)
                 dropped += end - start
-                self._unmap(start, end)
+                # The run merges with its unmapped neighbours.
+                end += self.unmapped.pop(end, 0)
+                start = next((at for at, n in self.unmapped.items() if at + n == start), start)
+                self.unmapped[start] = end - start
+                if self.segments.get(start) == end - start:
+                    del self.segments[start], self.unmapped[start]
         return dropped
-
-    def _unmap(self, start: int, end: int) -> None:
-        """Add an unmapped run, merged with its neighbours; drop its segment if wholly unmapped."""
-        end += self.unmapped.pop(end, 0)
-        start = next((at for at, size in self.unmapped.items() if at + size == start), start)
-        self.unmapped[start] = end - start
-        if self.segments.get(start) == end - start:
-            del self.segments[start], self.unmapped[start]
 
 
 class Allocation:
@@ -367,10 +368,6 @@ class CachingAllocator:
         is_small = block >> ADDRESS_BITS <= SMALL_REQUEST_BYTES
         (self.small if is_small else self.large).release(block)
 
-    def has_room_for(self, num_bytes: int) -> bool:
-        """Return True if the device has so many bytes to reserve."""
-        return self.capacity_bytes is None or self.reserved_bytes + num_bytes <= self.capacity_bytes
-
     def empty_cache(self) -> None:
         """Return every wholly free segment to the device."""
         for pool in (self.small, self.large):
@@ -395,46 +392,33 @@ class CachingAllocator:
         if isinstance(pool, ExpandablePool):
             return self._map_pages(pool, size)
         segment = segment_bytes(size)
-        if self._next_address + segment > END_OF_ADDRESSES or not self.has_room_for(segment):
+        end = self._next_address + segment
+        if end > END_OF_ADDRESSES or not self._reserve_bytes(segment):
             return False
         pool.add_segment(self._next_address, segment)
         # A gap keeps blocks of adjacent segments from merging.
-        self._next_address += segment + ROUND_BYTES
-        self._count_reserved(segment)
+        self._next_address = end + ROUND_BYTES
         return True
 
     def _map_pages(self, pool: ExpandablePool, size: int) -> bool:
-        """Map pages until `size` bytes are free in a row; return False if they don't fit.
-
-        Pages that fit stay mapped if later ones don't.
-        """
+        """Map pages until `size` bytes are free in a row; return False if they don't fit."""
         start = pool.find_expandable(size)
         if start is None:
             memory = min(MOST_EXPANDABLE_BYTES, self.capacity_bytes or MOST_EXPANDABLE_BYTES)
             segment = -(-(memory + memory // 8) // pool.page_bytes) * pool.page_bytes
-            start = self._free_addresses(segment)
+            start = self._next_address
             if size > segment or start + segment > END_OF_ADDRESSES:
                 return False
             pool.add_segment(start, segment)
-        while (pages := pool.next_pages(start, size))[1]:
-            if not self.has_room_for(pages[1]):
-                return False
-            pool.map_pages(*pages)
-            self._count_reserved(pages[1])
+            # The next segment is aligned to any page, and not adjacent.
+            self._next_address += (segment // LARGE_SEGMENT_BYTES + 1) * LARGE_SEGMENT_BYTES
+        return pool.map_pages(start, size, self._reserve_bytes)
+
+    def _reserve_bytes(self, num_bytes: int) -> bool:
+        """Count bytes as reserved; return False if they exceed the capacity."""
+        reserved = self.reserved_bytes + num_bytes
+        if self.capacity_bytes is not None and reserved > self.capacity_bytes:
+            return False
+        self.reserved_bytes = reserved
+        self.max_reserved_bytes = max(reserved, self.max_reserved_bytes)
         return True
-
-    def _free_addresses(self, num_bytes: int) -> int:
-        """Return the lowest address of so many, aligned to any page, that no segment is next to."""
-        start = 0
-        for address, size in sorted((self.small.segments | self.large.segments).items()):
-            if address - start > num_bytes:
-                break
-            start = (address + size) // LARGE_SEGMENT_BYTES * LARGE_SEGMENT_BYTES
-            start += LARGE_SEGMENT_BYTES
-        return start
-
-    def _count_reserved(self, num_bytes: int) -> None:
-        """Count bytes that were taken from the device."""
-        self.reserved_bytes += num_bytes
-        if self.reserved_bytes > self.max_reserved_bytes:
-            self.max_reserved_bytes = self.reserved_bytes

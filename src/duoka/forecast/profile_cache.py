@@ -23,6 +23,7 @@ from .profile import Profile
 from .workload import Workload
 
 _VERSION = 25
+_NO_GENERATION = GpuGeneration(0, expandable_segments=False)
 _MOST_BYTES = 2**30
 _PACKAGES = ("torch", "transformers", "duoka")
 
@@ -60,14 +61,13 @@ def keep_profile(profile: Profile, workload: Workload, *, alone: bool = False) -
 
 def _key(fingerprint: str, workload: Workload, versions: Mapping[str, str], *, alone: bool) -> str:
     """Return the file name of a profile: a hash of everything that the profile depends on."""
-    no_generation = GpuGeneration(0, expandable_segments=False)
     parts = {
         "format": _VERSION,
         "fingerprint": fingerprint,
         "dtype": workload.dtype,
         "conditions": to_dict(workload.conditions),
         # Traces have no workspaces; the rest of the GPU generation is part of the conditions.
-        "workload": to_dict(replace(workload, gpu_generation=no_generation)) if alone else None,
+        "workload": to_dict(replace(workload, gpu_generation=_NO_GENERATION)) if alone else None,
         **versions,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]

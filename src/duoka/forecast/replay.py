@@ -27,8 +27,8 @@ T = TypeVar("T")
 # its segment. Allocated bytes are then exact but for the unsplit rest of a cache's block, up to
 # 1 MiB, and reserved bytes are off by one segment at most if a cache tensor grows by up to 4 KiB
 # per token. If it grows faster (large batches), each token may change which free blocks fit, so up
-# to _MOST_STEPS_BETWEEN steps in between are replayed too; and so are they with expandable segments,
-# in which a longer cache takes bytes of its former neighbours.
+# to _MOST_STEPS_BETWEEN steps in between are replayed too. So are they with expandable segments, in
+# which a longer cache is placed between those of other layers.
 _MOST_EVENTS = 200_000
 _SMALL_GROWTH_BYTES = 4096
 _MOST_STEPS_BETWEEN = 4096

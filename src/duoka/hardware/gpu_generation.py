@@ -19,10 +19,8 @@ from duoka.errors import UsageError
 WORKSPACE_CONFIG = "CUBLAS_WORKSPACE_CONFIG"
 """Environment variable that overrides the sizes: pairs of KiB and count, as ":4096:2:16:8"."""
 
-EXPANDABLE_SEGMENTS = "expandable_segments:True"
-"""The option of PyTorch's allocator, in one of these variables, to map memory page by page."""
-
-_ALLOCATOR_CONFIGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+ALLOCATOR_CONFIGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Environment variables with the options of PyTorch's allocator, the one that it prefers first."""
 
 # PyTorch's defaults: ":4096:2:16:8" (8.125 MiB), and from Hopper on ":4096:8" (32 MiB), in
 # `parseChosenWorkspaceSize` of aten/src/ATen/cuda/CublasHandlePool.cpp.
@@ -39,22 +37,11 @@ def workspace_bytes(compute_capability: tuple[int, int] | None = None) -> int:
     return _FROM_HOPPER_BYTES if (compute_capability or (0, 0)) >= _HOPPER else _BYTES
 
 
-def allocator_options() -> list[tuple[str, str]]:
-    """Return the options of PyTorch's allocator in the environment, each with its variable."""
-    return [
-        (variable, option)
-        for variable in _ALLOCATOR_CONFIGS
-        for option in "".join(os.environ.get(variable, "").split()).split(",")
-    ]
-
-
 def has_expandable_segments() -> bool:
     """Return True if the environment makes the segments of PyTorch's allocator expandable."""
-    # PyTorch reads the first variable that is set; the last of equal options counts.
-    first = next((name for name in _ALLOCATOR_CONFIGS if name in os.environ), None)
-    options = [option for name, option in allocator_options() if name == first]
-    settings = [option for option in options if option.startswith("expandable_segments:")]
-    return settings[-1:] == [EXPANDABLE_SEGMENTS]
+    # PyTorch reads the first variable that is set, be it empty; the last of equal options counts.
+    options = next((os.environ[name] for name in ALLOCATOR_CONFIGS if name in os.environ), "")
+    return re.findall(r"expandable_segments:(\w+)", "".join(options.split()))[-1:] == ["True"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,13 +171,33 @@ cuMemGetAllocationGranularity(size_t *size, const CUmemAllocationProp *,
     return CUDA_SUCCESS;
 }
 
+/* Addresses behind all that were reserved before, in the arena's upper half, while there are any:
+   then PyTorch's segments lie in the order in which it made them. The lock is held. */
+static int
+take_behind(Gpu *gpu, size_t size, uintptr_t *from)
+{
+    static uintptr_t nexts[MAX_GPUS];
+    uintptr_t *next = &nexts[gpu - rig_gpus], arena = (uintptr_t)gpu->arena;
+    if (*next < arena + ARENA / 2 || *next >= arena + ARENA)
+        *next = arena + ARENA / 2;
+    if (gpu->num_ranges == MAX_RANGES || arena + ARENA - SYMBOLS - *next < size)
+        return rig_take_addresses(gpu, size, from);
+    int at = gpu->num_ranges++;
+    for (; at > 0 && gpu->ranges[at - 1].address > *next; at--)
+        gpu->ranges[at] = gpu->ranges[at - 1];
+    gpu->ranges[at] = (Range){*next, size};
+    *from = *next;
+    *next += size;
+    return 1;
+}
+
 EXPORT CUresult
 cuMemAddressReserve(CUdeviceptr *address, size_t size, size_t, CUdeviceptr, unsigned long long)
 {
     Gpu *gpu = rig_here();
     uintptr_t from;
     pthread_mutex_lock(&rig_lock);
-    int fits = rig_take_addresses(gpu, rig_in_pages(size), &from);
+    int fits = take_behind(gpu, rig_in_pages(size), &from);
     pthread_mutex_unlock(&rig_lock);
     if (!fits)
         return CUDA_ERROR_OUT_OF_MEMORY;
