@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,15 @@ with quiet_libraries():  # by itself it starts CUDA where torchao is installed
     import transformers.modeling_utils  # noqa: F401
 
 _IS_RIG = hasattr(ctypes.CDLL(None), "rig_restart")
+
+
+@pytest.fixture
+def expandable_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if the process had been started so: PyTorch reads the variable once."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    yield
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

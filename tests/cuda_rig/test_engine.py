@@ -86,6 +86,13 @@ def test_generate_takes_what_is_forecast(
         assert 0 <= stage["allocated_bytes"] - peak["allocated_bytes"] <= ROUND_BYTES
 
 
+@pytest.mark.cuda_rig(gpus="1GiB")
+@pytest.mark.usefixtures("expandable_segments")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_takes_what_is_forecast_in_expandable_segments(dtype: Any, tmp_path: Path) -> None:
+    test_a_thread_warms_up_and_takes_what_is_forecast("llama", dtype, tmp_path)
+
+
 @pytest.mark.cuda_rig(gpus="1GiB", lost="0@9000")
 def test_a_lost_gpu_ends_the_engine(tmp_path: Path) -> None:
     model = tuning.write_model("llama", tmp_path / "model")

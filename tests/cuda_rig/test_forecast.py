@@ -138,14 +138,8 @@ def test_training_on_two_gpus(checkpointing: bool) -> None:
     check(small("llama", TWO, prompt=500, training=training), over=0.001, segments=2)
 
 
-@pytest.fixture
-def expandable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # it is read once only
-
-
 @pytest.mark.cuda_rig(gpus=TWO)
-@pytest.mark.usefixtures("expandable")
+@pytest.mark.usefixtures("expandable_segments")
 @pytest.mark.parametrize(
     ("name", "work"),
     [
@@ -161,18 +155,9 @@ def test_expandable_segments(name: str, work: dict[str, Any]) -> None:
     check(small(name, TWO, **work), over=0.001)
 
 
-@pytest.mark.cuda_rig(gpus=TWO)
-@pytest.mark.usefixtures("expandable")
-@pytest.mark.parametrize("new", [1, 300])
-def test_pages_in_expandable_segments(new: int) -> None:
-    """The engine's steps, in rounds as they are forecast."""
-    case = small("llama", TWO, prompt=200, new=new, batch=4, chunk=64, cache="paged", pages=300)
-    check(case, over=0.001)
-
-
 @pytest.mark.slow
 @pytest.mark.cuda_rig(gpus="24GiB,12GiB")
-@pytest.mark.usefixtures("expandable")
+@pytest.mark.usefixtures("expandable_segments")
 def test_llama_in_expandable_segments() -> None:
     check(large("llama-3-8b", "24GiB,12GiB", prompt=8000, new=6))
 
