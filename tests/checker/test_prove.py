@@ -17,6 +17,7 @@ from transformers.models.llama import modeling_llama
 
 import duoka
 from duoka import Device, Fleet, Placement, Plan, Workload, models, virtual
+from duoka.base.progress import heard_by
 from duoka.checker.prove import prove
 from duoka.errors import PlacementError, ProofError
 from duoka.forecast.workload import Training
@@ -159,6 +160,28 @@ def test_an_incomplete_placement_is_refused(plan: Plan) -> None:
     with pytest.raises(PlacementError) as caught:
         prove(replace(plan, placement=short), build())
     assert caught.value.missing
+
+
+def test_the_allocator_is_that_of_this_process(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    said: list[str] = []
+    with heard_by(said.append):
+        measured = prove(plan, build())
+    assert said == ["expandable_segments is True here, unlike in the plan: its forecast differs"]
+    assert "expandable" not in str(plan)
+    generation = plan.fleet.gpu_generation
+    workload = replace(plan.workload, gpu_generation=generation)
+    again = find_plan(
+        tiny.regular("llama"), PlanProblem(fleet=plan.fleet, workload=workload, use_all=True)
+    )
+    assert "expandable segments (PYTORCH_ALLOC_CONF)" in str(again)
+    for stage, peak in zip(again.forecast.devices, measured, strict=True):
+        assert stage.reserved_bytes == peak.reserved_bytes
+        assert stage.allocated_bytes == stage.requested_bytes == peak.allocated_bytes
+    moved = again.move_to({device.name: device for device in plan.fleet.devices})
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    assert moved.workload.gpu_generation.expandable_segments
+    prove(moved, build())
 
 
 def test_the_proof_leaves_no_virtual_gpus_behind(plan: Plan) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -175,12 +174,7 @@ def prove_here(plan: Plan, opened: OpenedModel, download_progress: Progress | No
     loader.refuse_unloadable(checkpoint.config, plan.placement)
     gc.collect()  # reference cycles keep the memory of a closed engine
     devices.give_back()
-    planned = plan.workload.gpu_generation.expandable_segments
     plan = plan.on_this_machine()
-    generation = plan.fleet.gpu_generation
-    if (proved := generation.expandable_segments) != planned:
-        say(f"planned with expandable_segments:{planned}, proved with expandable_segments:{proved}")
-    plan = replace(plan, workload=replace(plan.workload, gpu_generation=generation))
     refuse_more(plan.forecast.host_bytes)
     say("proving the plan on virtual GPUs")
     prove(plan, opened.model)

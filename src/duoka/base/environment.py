@@ -14,9 +14,9 @@ VARIABLES = {
     "DUOKA_ATTENTION": "gather: the engine gathers keys and values of a paged KV cache before "
     "attention; flash: it reads 16-bit pages in place without testing that on the GPU first. By "
     "default in place, if the test succeeds",
-    "PYTORCH_ALLOC_CONF": "settings of PyTorch's allocator; settings that the forecast can't "
-    "model are refused",
-    "PYTORCH_CUDA_ALLOC_CONF": "older name of PYTORCH_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF": "settings of PyTorch's allocator; the forecast follows "
+    "expandable_segments, and settings that it can't model are refused",
+    "PYTORCH_CUDA_ALLOC_CONF": "older name of PYTORCH_ALLOC_CONF; PyTorch prefers it",
     "OMP_NUM_THREADS": "CPU threads of each worker process",
     "GLOO_SOCKET_IFNAME": "network interface between worker processes",
     "HF_TOKEN": "token for the Hub, read by huggingface_hub; masked in messages",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from duoka import virtual
 from duoka.base.model_code import where_raised
+from duoka.base.progress import say
 from duoka.base.units import format_count
 from duoka.errors import ProofError
 from duoka.forecast.replay_training import in_flight
@@ -34,8 +36,14 @@ from .execute import BETWEEN, decode_phases
 def prove(plan: Plan, model: PreTrainedModel) -> tuple[PeakBytes, ...]:
     """Run a copy of a model as planned, on virtual GPUs with the plan's budgets; return peaks.
 
-    Raises ProofError if the run fails, or exceeds a budget.
+    The allocator has the segments that this process asks for, be the forecast for others. Raises
+    ProofError if the run fails, or exceeds a budget.
     """
+    expandable = plan.fleet.gpu_generation.expandable_segments
+    generation = replace(plan.workload.gpu_generation, expandable_segments=expandable)
+    if generation != plan.workload.gpu_generation:
+        say(f"expandable_segments is {expandable} here, unlike in the plan: its forecast differs")
+        plan = replace(plan, workload=replace(plan.workload, gpu_generation=generation))
     if plan.workload.training is not None:
         return virtual.with_values(
             lambda data: virtual.apart(_prove_training, plan, model, data),

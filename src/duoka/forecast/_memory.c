@@ -8,140 +8,16 @@
 #include <Python.h>
 #include <structmember.h>
 
-#include "_allocator.h"
+#include "_device.h"
 
 /* ── A device's memory ────────────────────────────────────────────────────────────────────────── */
 
 typedef struct {
     PyObject_HEAD
-    Pool small, large;
-    int64_t capacity, next_address;
-    long long reserved, max_reserved;
+    Device device;
     long long allocated, requested, cached, aside;
     long long peak, requested_peak, cached_at_peak, aside_at_peak;
-    int64_t refused; /* the last request that was */
-    char is_pressed;
 } Memory;
-
-static Pool *
-pool_of(Memory *memory, int64_t size)
-{
-    /* A block of the large pool is always larger than one of the small pool. */
-    return size <= SMALL_REQUEST ? &memory->small : &memory->large;
-}
-
-static int64_t
-rounded(int64_t num_bytes, int64_t multiple)
-{
-    return (num_bytes + multiple - 1) / multiple * multiple;
-}
-
-/* Take bytes from the device. */
-static int
-count_reserved(Memory *memory, int64_t num_bytes)
-{
-    if (memory->reserved + num_bytes > memory->capacity) {
-        return FULL;
-    }
-    memory->reserved += num_bytes;
-    if (memory->reserved > memory->max_reserved) {
-        memory->max_reserved = memory->reserved;
-    }
-    return DONE;
-}
-
-static int
-add_segment(Memory *memory, Pool *pool, int64_t asked)
-{
-    int64_t segment = asked <= SMALL_REQUEST  ? SMALL_SEGMENT
-                      : asked < LARGE_REQUEST ? LARGE_SEGMENT
-                                              : rounded(asked, SEGMENT_ROUND);
-    if (make_room(&pool->segments) || make_room_for_free(pool)) {
-        return NO_MEMORY;
-    }
-    if (memory->next_address + segment > END_OF_ADDRESSES || count_reserved(memory, segment)) {
-        return FULL;
-    }
-    insert(&pool->segments, memory->next_address, segment);
-    insert(&pool->by_start, memory->next_address, segment);
-    insert(&pool->by_size, segment, memory->next_address);
-    /* Segments don't merge, so they don't touch. */
-    memory->next_address += segment + ROUND;
-    return DONE;
-}
-
-/* An expandable segment, unmapped yet, for so many bytes; FULL where there are no addresses. */
-static int
-add_expandable(Memory *memory, Pool *pool, int64_t asked)
-{
-    int64_t most = memory->capacity && memory->capacity < MOST_EXPANDABLE ? memory->capacity
-                                                                          : MOST_EXPANDABLE;
-    int64_t segment = most > 0 ? rounded(most + most / 8, pool->page) : 0;
-    int64_t start = memory->next_address;
-    if (asked > segment || start + segment > END_OF_ADDRESSES) {
-        return FULL;
-    }
-    if (make_room(&pool->segments) || make_room(&pool->unmapped)) {
-        return NO_MEMORY;
-    }
-    insert(&pool->segments, start, segment);
-    insert(&pool->unmapped, start, segment);
-    /* The next one is aligned to any page, and doesn't touch. */
-    memory->next_address += (segment / LARGE_SEGMENT + 1) * LARGE_SEGMENT;
-    return DONE;
-}
-
-/* Map pages until so many bytes are free in a row. Pages that fit stay where later ones don't. */
-static int
-expand(Memory *memory, Pool *pool, int64_t asked)
-{
-    int64_t start = find_expandable(pool, asked);
-    if (start < 0) {
-        start = memory->next_address;
-        int failed = add_expandable(memory, pool, asked);
-        if (failed) {
-            return failed;
-        }
-    }
-    for (int64_t pages; (pages = missing_pages(pool, start, asked));) {
-        if (make_room_for_free(pool)) {
-            return NO_MEMORY;
-        }
-        if (count_reserved(memory, pages)) {
-            return FULL;
-        }
-        map_pages(pool, start + size_at(&pool->by_start, start), pages);
-    }
-    return DONE;
-}
-
-static int
-return_cached(Memory *memory)
-{
-    if (memory->small.page) {
-        int failed = unmap_free(&memory->small, &memory->reserved);
-        return failed ? failed : unmap_free(&memory->large, &memory->reserved);
-    }
-    memory->reserved -= drop_free_segments(&memory->small);
-    memory->reserved -= drop_free_segments(&memory->large);
-    return DONE;
-}
-
-static int
-reserve(Memory *memory, Pool *pool, int64_t asked)
-{
-    int (*extend)(Memory *, Pool *, int64_t) = pool->page ? expand : add_segment;
-    int failed = extend(memory, pool, asked);
-    if (failed == FULL) {
-        memory->is_pressed = 1;
-        failed = return_cached(memory);
-        failed = failed ? failed : extend(memory, pool, asked);
-    }
-    if (failed == FULL) {
-        memory->refused = asked;
-    }
-    return failed;
-}
 
 static int
 take(Memory *memory, int64_t num_bytes, int is_cached, Block *block)
@@ -149,10 +25,10 @@ take(Memory *memory, int64_t num_bytes, int is_cached, Block *block)
     int64_t asked = num_bytes <= ROUND             ? ROUND
                     : num_bytes > END_OF_ADDRESSES ? END_OF_ADDRESSES + ROUND /* too many */
                                                    : rounded(num_bytes, ROUND);
-    Pool *pool = pool_of(memory, asked);
+    Pool *pool = pool_of(&memory->device, asked);
     int failed = take_free(pool, asked, block);
     if (failed == FULL) {
-        failed = reserve(memory, pool, asked);
+        failed = reserve(&memory->device, pool, asked);
         failed = failed ? failed : take_free(pool, asked, block);
     }
     if (failed) {
@@ -175,7 +51,7 @@ take(Memory *memory, int64_t num_bytes, int is_cached, Block *block)
 static int
 give(Memory *memory, const Block *block, int is_cached)
 {
-    Pool *pool = pool_of(memory, block->size);
+    Pool *pool = pool_of(&memory->device, block->size);
     if (block->asked <= 0 || block->asked > block->size || !is_inside(pool, block)) {
         return NOT_HELD;
     }
@@ -249,9 +125,9 @@ refuse(const Memory *memory, int failed)
         return PyErr_NoMemory();
     }
     if (failed == FULL) {
-        PyObject *numbers = Py_BuildValue("(LLLL)", (long long)memory->refused,
-                                          (long long)memory->capacity, memory->allocated,
-                                          memory->reserved);
+        PyObject *numbers = Py_BuildValue("(LLLL)", (long long)memory->device.refused,
+                                          (long long)memory->device.capacity, memory->allocated,
+                                          memory->device.reserved);
         if (numbers != NULL) {
             PyErr_SetObject(out_of_capacity, numbers);
             Py_DECREF(numbers);
@@ -325,12 +201,12 @@ memory_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     PyObject *self = alloc(type, 0);
     if (self != NULL) {
-        Memory *memory = (Memory *)self;
-        memory->capacity = capacity;
-        memory->small.least_rest = ROUND;
-        memory->large.least_rest = is_expandable ? ROUND : SMALL_REQUEST + ROUND;
-        memory->small.page = is_expandable ? SMALL_SEGMENT : 0;
-        memory->large.page = is_expandable ? LARGE_SEGMENT : 0;
+        Device *device = &((Memory *)self)->device;
+        device->capacity = capacity;
+        device->small.least_rest = ROUND;
+        device->large.least_rest = is_expandable ? ROUND : SMALL_REQUEST + ROUND;
+        device->small.page = is_expandable ? SMALL_SEGMENT : 0;
+        device->large.page = is_expandable ? LARGE_SEGMENT : 0;
     }
     return self;
 }
@@ -339,8 +215,8 @@ static void
 memory_dealloc(PyObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);
-    clear_pool(&((Memory *)self)->small);
-    clear_pool(&((Memory *)self)->large);
+    clear_pool(&((Memory *)self)->device.small);
+    clear_pool(&((Memory *)self)->device.large);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
@@ -443,10 +319,10 @@ memory_run(PyObject *self, PyObject *args)
 static PyObject *
 memory_free_blocks(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
-    const Memory *memory = (Memory *)self;
-    const Pairs *pairs[] = {&memory->small.by_start, &memory->large.by_start,
-                            &memory->small.unmapped, &memory->large.unmapped};
-    Py_ssize_t num_pairs = memory->small.page ? 4 : 2;
+    const Device *device = &((Memory *)self)->device;
+    const Pairs *pairs[] = {&device->small.by_start, &device->large.by_start,
+                            &device->small.unmapped, &device->large.unmapped};
+    Py_ssize_t num_pairs = device->small.page ? 4 : 2;
     PyObject *found = PyTuple_New(num_pairs);
     for (Py_ssize_t index = 0; found != NULL && index < num_pairs; index++) {
         const Pairs *each = pairs[index];
@@ -471,7 +347,7 @@ static PyMethodDef memory_methods[] = {
 #define NUMBER(name, flags) {#name, T_LONGLONG, offsetof(Memory, name), flags, NULL}
 
 static PyMemberDef memory_members[] = {
-    NUMBER(max_reserved, READONLY),
+    {"max_reserved", T_LONGLONG, offsetof(Memory, device.max_reserved), READONLY, NULL},
     NUMBER(allocated, READONLY),
     NUMBER(requested, READONLY),
     NUMBER(cached, READONLY),
@@ -480,7 +356,7 @@ static PyMemberDef memory_members[] = {
     NUMBER(requested_peak, READONLY),
     NUMBER(cached_at_peak, READONLY),
     NUMBER(aside_at_peak, READONLY),
-    {"is_pressed", T_BOOL, offsetof(Memory, is_pressed), READONLY, NULL},
+    {"is_pressed", T_BOOL, offsetof(Memory, device.is_pressed), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 

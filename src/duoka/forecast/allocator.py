@@ -13,7 +13,7 @@ the pages inside of free blocks are unmapped. Streams are not modelled; other op
 rounding or splitting are refused.
 
 The virtual GPUs allocate through `CachingAllocator`. The forecast replays through it too, or
-through the same algorithm in C (`_allocator.h`) where it was compiled; tests compare the two step
+through the same algorithm in C (`_allocator.h`, `_device.h`) where it was compiled; tests compare the two step
 by step, so a forecast and a virtual run follow the same rules. This module knows nothing of torch.
 """
 
@@ -218,10 +218,6 @@ class ExpandablePool(SegmentPool):
         self.page_bytes = page_bytes
         self.unmapped: dict[int, int] = {}
 
-    def add_segment(self, address: int, size: int) -> None:
-        """Add a wholly unmapped segment; address and size are multiples of `page_bytes`."""
-        self.segments[address] = self.unmapped[address] = size
-
     def _best_fit(self, size: int) -> int:
         """Return the index of the free block to take, the smallest after its possible expansion."""
         index = super()._best_fit(size)
@@ -409,7 +405,7 @@ class CachingAllocator:
             start = self._next_address
             if size > segment or start + segment > END_OF_ADDRESSES:
                 return False
-            pool.add_segment(start, segment)
+            pool.segments[start] = pool.unmapped[start] = segment
             # The next segment is aligned to any page, and not adjacent.
             self._next_address += (segment // LARGE_SEGMENT_BYTES + 1) * LARGE_SEGMENT_BYTES
         return pool.map_pages(start, size, self._reserve_bytes)

@@ -287,10 +287,13 @@ class Plan:
             for stage in self.forecast.devices
         )
         fleet = Fleet(devices=tuple(now.values()), links=links)
+        # The generation of the new GPUs, for which the plan is checked, and still the allocator
+        # that the forecast is made for.
+        expandable = self.workload.gpu_generation.expandable_segments
+        generation = replace(fleet.gpu_generation, expandable_segments=expandable)
         return replace(
             self,
-            # The generation of the new GPUs, for which the plan is checked.
-            workload=replace(self.workload, gpu_generation=fleet.gpu_generation),
+            workload=replace(self.workload, gpu_generation=generation),
             fleet=fleet,
             placement=replace(self.placement, entries=entries),
             forecast=replace(self.forecast, devices=forecasts),

@@ -52,7 +52,8 @@ def set_gpus(
     generation : GpuGeneration, optional
         The differences between generations of GPUs: the size of the workspaces that stay allocated
         from a GPU's first matrix product on, and from the first one in backward, and the attention
-        kernels. By default Ampere to Ada: 8.1 MiB, or as ``CUBLAS_WORKSPACE_CONFIG`` says.
+        kernels. By default Ampere to Ada: 8.1 MiB, or as ``CUBLAS_WORKSPACE_CONFIG`` says. And
+        whether the allocator has expandable segments; by default as ``PYTORCH_ALLOC_CONF`` says.
 
     Returns
     -------
