@@ -13,8 +13,9 @@ the pages inside of free blocks are unmapped. Streams are not modelled; other op
 rounding or splitting are refused.
 
 The virtual GPUs allocate through `CachingAllocator`. The forecast replays through it too, or
-through the same algorithm in C (`_allocator.h`, `_device.h`) where it was compiled; tests compare the two step
-by step, so a forecast and a virtual run follow the same rules. This module knows nothing of torch.
+through the same algorithm in C (`_allocator.h`, `_device.h`) where it was compiled; tests compare
+the two step by step, so a forecast and a virtual run follow the same rules. This module knows
+nothing of torch.
 """
 
 from __future__ import annotations
