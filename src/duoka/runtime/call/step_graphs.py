@@ -73,8 +73,10 @@ class StepGraphs:
         try:
             yield
         except Exception as error:  # whatever CUDA refuses in the model's code
-            if lost := find_lost_gpu(error):
-                raise lost from error
+            try:
+                torch.cuda.synchronize(self._device)  # fails if it wasn't a refusal
+            except RuntimeError as failure:
+                raise find_lost_gpu(failure) or failure from error
             self.clear()
             self.is_usable = False
             reason = str(error).partition("\n")[0][:200]

@@ -1,0 +1,150 @@
+"""Decode steps as CUDA graphs: counts, answers, and what happens where CUDA refuses a graph."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import tuning
+from cuda_rig.values import values
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import duoka
+from duoka.engine import Engine, SamplingParams
+from duoka.engine.executor import InlineExecutor, outcomes_of
+from duoka.engine.sampler import SamplingRow
+from duoka.errors import GpuLostError
+from duoka.forecast.serving import Capacity
+from duoka.runtime.call import paged_model
+from duoka.runtime.call.chunk import Chunk
+
+WORK = duoka.Workload(
+    cache="paged", batch=6, prompt_tokens=100, new_tokens=28, dtype="bfloat16",
+    prefill_chunk_tokens=20, pages=20, page_tokens=256,
+)  # fmt: skip
+PROMPTS = [[*range(1, 1 + length)] for length in (1, 5, 17, 60, 100)]
+TEN = SamplingParams(max_new_tokens=10, min_new_tokens=10)
+LOG = Path(tempfile.gettempdir()) / f"duoka-engine-graphs-{os.getpid()}"
+pytestmark = pytest.mark.cuda_rig(gpus="1GiB,1GiB", copy_limit="1GiB", log=LOG)
+
+
+def lines_of(run: Callable[[], object]) -> list[str]:
+    """Return the lines that the rig logs meanwhile."""
+    done = LOG.stat().st_size
+    run()
+    return LOG.read_text()[done:].splitlines()
+
+
+@pytest.mark.parametrize("batch", [1, 5, 6])
+def test_a_decode_step_is_one_launch(batch: int, tmp_path: Path) -> None:
+    """Sampling adds two launches; there is one copy to the GPU, and one back."""
+    plan = duoka.plan(tuning.write_model("llama", tmp_path / "model"), "1GiB", WORK)
+    executor = InlineExecutor(duoka.load(plan), Capacity.of(WORK), WORK)
+    row = SamplingRow(params=SamplingParams(), seed=0, place=0)
+    with values(), torch.no_grad():
+        executor.start()
+        for place in range(20, 30):
+            chunks = [Chunk(at, [7], place + at, [at], row) for at in range(batch)]
+            lines = lines_of(lambda c=chunks: outcomes_of(c, executor.run(c)))  # type: ignore[misc]
+            launches = [line for line in lines if line.startswith("launch")]
+            assert sum("graph" in line for line in launches) == 1
+            assert len(launches) <= 3
+            assert sum(line.startswith("copy") for line in lines) == 2
+            assert sum(line.startswith("wait") for line in lines) == 1
+    executor.close()
+
+
+def answer(plan: duoka.Plan, **options: Any) -> list[list[int]]:
+    with Engine(plan, **options) as engine:
+        answers = engine.generate(PROMPTS, TEN)
+    return [[choice.token for choice in each.tokens] for each in answers]
+
+
+@pytest.fixture
+def _engine_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are computed in a thread of the engine's own."""
+    work = Engine._work
+
+    def compute(self: Engine, *arguments: Any) -> None:
+        with values(most=None):
+            work(self, *arguments)
+
+    monkeypatch.setattr(Engine, "_work", compute)
+
+
+@pytest.mark.usefixtures("_engine_computes")
+@pytest.mark.parametrize("family", ["llama", "tied"])
+def test_answers_are_those_without_graphs(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tuning.write_model(family, tmp_path / "model")
+    with values(most=None):
+        plain = answer(duoka.plan(model, "1GiB", replace(WORK, cuda_graphs=False)))
+        graphs: list[list[int]] = []
+        lines = lines_of(lambda: graphs.extend(answer(duoka.plan(model, "1GiB", WORK))))
+    assert graphs == plain
+    assert len({token for tokens in plain for token in tokens}) > 3  # they say something
+    assert sum("graph of" in line for line in lines) >= 10
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("_engine_computes")
+@pytest.mark.parametrize("fault", ["refused", "different"])
+def test_faulty_graphs_are_not_used(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log has the reason, and answers are those without graphs."""
+    monkeypatch.delenv("DUOKA_ATTENTION")
+    model = tuning.write_model("llama", tmp_path / "model")
+    with values(most=None):
+        plain = answer(duoka.plan(model, "1GiB", replace(WORK, cuda_graphs=False)))
+        if fault == "refused":
+            forward = LlamaMLP.forward
+
+            def read_values(self: Any, states: torch.Tensor) -> torch.Tensor:
+                assert float(states.sum()) < 1e9  # the host waits for the GPU
+                return forward(self, states)
+
+            monkeypatch.setattr(LlamaMLP, "forward", read_values)
+        else:
+            monkeypatch.setattr(paged_model, "fill", lambda table, numbers: table.zero_())
+        graphs: list[list[int]] = []
+        lines = lines_of(
+            lambda: graphs.extend(answer(duoka.plan(model, "1GiB", WORK), warm_up="largest"))
+        )
+    assert graphs == plain
+    (message,) = (record.getMessage() for record in caplog.records)
+    expected = "results differ by" if fault == "different" else "captur"
+    assert message.startswith("cuda:0: decode steps run without CUDA graphs: ")
+    assert expected in message
+    assert sum("graph of" in line for line in lines) <= 1  # that of the comparison
+
+
+def test_each_stage_replays_one_graph_per_step(tmp_path: Path) -> None:
+    model = tuning.write_model("llama", tmp_path / "model")
+    plan = duoka.plan(model, "1GiB,1GiB", WORK, use_all=True)
+    with Engine(plan, processes=True) as engine:
+        engine.generate([[1, 2, 3]], TEN)
+        lines = lines_of(lambda: engine.generate([[3, 2, 1]], TEN))
+    assert sum("graph of" in line for line in lines) == 9 * len(plan.devices)
+    for peak, stage in zip(engine.peaks(), plan.forecast.devices, strict=True):
+        assert (peak.device, peak.reserved_bytes) == (stage.device, stage.reserved_bytes)
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [pytest.param(n, marks=pytest.mark.cuda_rig(lost=f"0@{n}")) for n in (150, 250, 350, 450, 550)],
+)
+def test_a_gpu_that_is_lost_is_told_in_any_phase(lost: int, tmp_path: Path) -> None:
+    """While it warms up, while graphs are recorded, and while they are replayed."""
+    plan = duoka.plan(tuning.write_model("llama", tmp_path / "model"), "1GiB", WORK)
+    with pytest.raises(GpuLostError, match="CUDA error: "):
+        list(map(partial(answer, warm_up="first"), repeat(plan)))
