@@ -20,7 +20,7 @@ import duoka
 from duoka.cli.main import run
 from duoka.engine import Engine, SamplingParams
 from duoka.errors import GpuLostError, MachineError
-from duoka.forecast.allocator import ROUND_BYTES
+from duoka.forecast.allocator import LARGE_SEGMENT_BYTES, ROUND_BYTES, SMALL_SEGMENT_BYTES
 from duoka.runtime.call import try_attention
 
 WORK = duoka.Workload(
@@ -74,7 +74,10 @@ def test_a_thread_warms_up_and_takes_what_is_forecast(
 def test_generate_takes_what_is_forecast(
     gpus: str, dtype: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its pages are counted in the plan: those of four contexts."""
+    """Its pages are counted in the plan: those of four contexts.
+
+    So are graphs, which one process with two GPUs doesn't have.
+    """
     model = tuning.write_model("llama", tmp_path / "model")
     words = f"--gpus {gpus} --use-all --context 128 --new-tokens 50 --dtype {dtype} --json"
     prompts = [word for text in ("ab", "abc" * 9, "a", "b" * 30) for word in ("-p", text)]
@@ -82,8 +85,12 @@ def test_generate_takes_what_is_forecast(
     measured = json.loads(capfd.readouterr().out)["measured"]
     assert len(measured["devices"]) == len(gpus.split(","))
     for peak, stage in zip(measured["devices"], measured["forecast"], strict=True):
-        assert peak["reserved_bytes"] == stage["reserved_bytes"]
-        assert 0 <= stage["allocated_bytes"] - peak["allocated_bytes"] <= ROUND_BYTES
+        has_graphs, is_alone = dtype == "bfloat16", gpus == "0"
+        pool_bytes = LARGE_SEGMENT_BYTES + SMALL_SEGMENT_BYTES if has_graphs else 0
+        unused_bytes = 0 if is_alone else pool_bytes
+        assert peak["reserved_bytes"] == stage["reserved_bytes"] - unused_bytes
+        over = stage["allocated_bytes"] - peak["allocated_bytes"]
+        assert 0 <= over <= max(ROUND_BYTES, 0.003 * pool_bytes, unused_bytes)
 
 
 @pytest.mark.cuda_rig(gpus="1GiB")
@@ -176,7 +183,9 @@ def test_processes_take_what_is_forecast_and_wait_once_per_step(dtype: Any, tmp_
     assert not [line for line in lines if line.startswith("copy -1") and "pageable" in line]
     for peak, stage in zip(engine.peaks(), plan.forecast.devices, strict=True):
         assert (peak.device, peak.reserved_bytes) == (stage.device, stage.reserved_bytes)
-        assert 0 <= stage.allocated_bytes - peak.allocated_bytes <= ROUND_BYTES
+        # Graphs keep a workspace; no step was as large afterwards as the largest before.
+        over = 0.003 * stage.allocated_bytes if dtype == "bfloat16" else ROUND_BYTES
+        assert 0 <= stage.allocated_bytes - peak.allocated_bytes <= over
     LOG.unlink()
 
 

@@ -92,7 +92,7 @@ def test_answers_are_those_without_graphs(
         lines = lines_of(lambda: graphs.extend(answer(duoka.plan(model, "1GiB", WORK))))
     assert graphs == plain
     assert len({token for tokens in plain for token in tokens}) > 3  # they say something
-    assert sum("graph of" in line for line in lines) >= 10
+    assert sum("graph of" in line for line in lines) >= 5
     assert not caplog.records
 
 

@@ -98,6 +98,10 @@ class AllocEvents:
         """Return the key of the allocation that a reference in a block's trace means."""
         return self.profile.key_of(block, ref, self.steps[step].regime)
 
+    def is_graph(self, step: int) -> bool:
+        """Return True if a step is recorded as a CUDA graph, which doesn't sample tokens."""
+        return False
+
     def is_backward(self, step: int) -> bool:
         """Return True if a step is the backward pass of a micro-batch."""
         return self.steps[step].phase in TRAINING_PHASES[1:]

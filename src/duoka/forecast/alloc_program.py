@@ -223,7 +223,8 @@ class StageCompiler:
         retained = frozenset(trace.retained)
         caches: list[int | None] = [*self._caches[block]]
         new_caches: list[int] = []
-        for position, ref in enumerate(trace.events):
+        end = trace.sampling_at if events.is_graph(self.step) else None
+        for position, ref in enumerate(trace.events[:end]):
             if position == trace.matmul_at:
                 self._take_workspace()
             if ref is None:

@@ -176,6 +176,7 @@ class AllocationTrace:
     indices of reads that are passed not to the block itself but to a container that begins with it,
     for a later block: this block's backward pass doesn't need them. `matmul_at` is the number of
     events before the first matrix product, which allocates cuBLAS's workspace; None without one.
+    `sampling_at` is the number of events before tokens are sampled, which no CUDA graph contains.
     `moved_bytes` are the bytes read and written by operations, `launches` the kernels started.
     """
 
@@ -185,6 +186,7 @@ class AllocationTrace:
     reads: tuple[Read, ...] = ()
     live_through: tuple[int, ...] = ()
     matmul_at: int | None = None
+    sampling_at: int | None = None
     flops: Rule = ()
     moved_bytes: Rule = ()
     launches: Rule = ()

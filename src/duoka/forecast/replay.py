@@ -271,7 +271,8 @@ class StageRun:
         is_backward = replay.is_backward(step)
         workspace = 0 if is_backward in self._has_workspace else replay.workspace_bytes
         # Steps of one regime with equal numbers of caches run the same code with other sizes.
-        key = (self._signature, workspace, replay.steps[step].regime, self.num_kept)
+        regime = replay.steps[step].regime, replay.is_graph(step)
+        key = (self._signature, workspace, *regime, self.num_kept)
         if key not in self._programs:
             compiler = StageCompiler(
                 replay,

@@ -72,6 +72,15 @@ class ServingReplay(Replay):
         regime = self.profile.regime_of(phase, batch=1, query=tokens, keys=tokens)
         return ForecastStep(phase=phase, query=tokens, keys=tokens, regime=regime, values=values)
 
+    def is_graph(self, step: int) -> bool:
+        """See `AllocEvents`."""
+        return step >= self._first_graph
+
+    @property
+    def _first_graph(self) -> int:
+        """The index of the first step that is recorded as a CUDA graph."""
+        return len(self.steps) - (0 if self.brief else len(self.capacity.graph_steps()))
+
     def passes(self, stage: StageRun) -> Iterator[None]:
         """Run the first step, then rounds of all step sizes until a round adds no segment.
 
@@ -82,7 +91,7 @@ class ServingReplay(Replay):
         # steps in any order find the same segments.
         stage.run_pass(0)
         memory, reserved = stage.memory, -1
-        first_graph = len(self.steps) - len(self.capacity.graph_steps())
+        first_graph = self._first_graph
         while reserved < memory.max_reserved:
             reserved = memory.max_reserved
             for step in range(1, first_graph):

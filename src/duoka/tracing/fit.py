@@ -169,10 +169,11 @@ def _fit_block(
     reference = resolved[0]
     for raw, sample_trace in zip(raws, resolved, strict=True):
         actions = (sample_trace.events, sample_trace.reads, sample_trace.live_through)
-        end_state = (raw.retained, raw.matmul_at)
+        end_state = (raw.retained, raw.matmul_at, raw.sampling_at)
         if actions != (reference.events, reference.reads, reference.live_through) or end_state != (
             raws[0].retained,
             raws[0].matmul_at,
+            raws[0].sampling_at,
         ):
             raise Unlike("the samples do different things")
     columns = zip(*(raw.sizes for raw in raws), strict=True)
@@ -187,6 +188,7 @@ def _fit_block(
         ),
         live_through=reference.live_through,
         matmul_at=raws[0].matmul_at,
+        sampling_at=raws[0].sampling_at,
         flops=solver.estimate([raw.flops for raw in raws]),
         moved_bytes=solver.estimate([raw.moved_bytes for raw in raws]),
         launches=solver.estimate([raw.launches for raw in raws]),

@@ -177,6 +177,12 @@ class Recorder:
         _drop_frees_of_saved(first_pass, second_pass)
         return RecordedMicroBatch(first_pass, second_pass)
 
+    def begin_sampling(self) -> None:
+        """Note that operations belong to the sampling of tokens from now on, which isn't work."""
+        self.counts_work = False
+        trace = self._log.traces[self._current]
+        trace.sampling_at = len(trace.events)
+
     def forget(self) -> None:
         """Forget the caches and gradients recorded so far: the next step starts without any."""
         self._log.ids.clear()

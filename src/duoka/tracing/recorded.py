@@ -35,7 +35,8 @@ class RecordedTrace:
     container of the block, for a later block: they are live while this block runs, but unused by
     it. `retained` are the numbers of allocations that outlive the step, `slots` the order of the
     storages retained by earlier steps. `matmul_at` is the number of events before the first matrix
-    product, or None without one. `moved_bytes` are bytes read and written by kernels.
+    product, or None without one; `sampling_at` that before a token is sampled. `moved_bytes` are
+    bytes read and written by kernels.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -45,6 +46,7 @@ class RecordedTrace:
     retained: tuple[int, ...] = ()
     slots: dict[AllocId, int] = field(default_factory=dict)
     matmul_at: int | None = None
+    sampling_at: int | None = None
     flops: int = 0
     moved_bytes: int = 0
     launches: int = 0

@@ -121,6 +121,6 @@ class _ServingTracer(Tracer):
     def _try_out(self, stepper: PagedModel, size: StepSize) -> None:
         """Run a step as `PagedModel.try_out` does; sampling in every way counts as no work."""
         logits = stepper.run(size=size)
-        self.recorder.counts_work = False
+        self.recorder.begin_sampling()
         draw_in_every_way(logits)
         self.recorder.counts_work = True

@@ -113,7 +113,7 @@ class PagedStep:
             n for n in range(1, size.tokens + 1) if cache.capacity.tokens(n) == size.tokens
         )
         pages = [cache.scratch_page]
-        return cls([Chunk(at, [token], at, pages, row=()) for at in range(number)], cache)
+        return cls([Chunk(at, [token], at + 1, pages, row=()) for at in range(number)], cache)
 
     @property
     def size(self) -> StepSize:
