@@ -26,6 +26,7 @@ Pair = tuple[str, str, int, int, dict[str, Any]]
 PICTURE: dict[str, Any] = {"images": 1, "image_size": (448, 448)}
 FOUR: dict[str, Any] = {"images": 4, "image_size": (1120, 1120)}
 LORA: dict[str, Any] = {"gradient_checkpointing": True}
+SERVE: dict[str, Any] = {"cache": "paged", "batch": 16, "chunk": 2048, "page_tokens": 256}
 PAIRS: list[Pair] = [
     # Short prompts, one sequence.
     ("glm-4-9b", "24GiB", 1000, 16, {}),
@@ -106,6 +107,22 @@ PAIRS: list[Pair] = [
     ("llama-3-8b", "H100-SXM", 1024, 0, {"capability": "9.0", "training": {}}),
     ("mixtral-8x7b", "2xH100-SXM", 3000, 6, {"capability": "9.0"}),
     ("qwen3-30b-a3b", "H100-SXM", 2000, 6, {"capability": "9.0", "batch": 4}),
+    # Continuous batching; one process with several GPUs has no graphs.
+    ("glm-4-9b", "RTX4090", 7680, 512, SERVE),
+    ("glm-4-9b", "RTX4090", 7680, 512, {**SERVE, "graphs": False}),
+    ("glm-4-9b", "RTX4090", 30720, 512, {**SERVE, "batch": 1}),
+    ("llama-3-8b", "RTX4090", 3584, 512, SERVE),
+    ("llama-3-8b", "RTX4090", 3584, 512, {**SERVE, "batch": 64}),
+    ("llama-3-8b", "RTX4090", 3584, 512, {**SERVE, "batch": 64, "graphs": False}),
+    ("llama-3-8b", "H100-SXM", 7680, 512, {**SERVE, "batch": 256, "capability": "9.0"}),
+    ("llama-3-8b", "RTX5090", 7680, 512, {**SERVE, "batch": 40, "capability": "12.0"}),
+    ("qwen2.5-7b", "RTX3090", 3584, 512, SERVE),
+    ("mistral-7b", "RTX3090", 3584, 512, {**SERVE, "batch": 24}),
+    ("qwen3-0.6b", "4GiB", 1536, 512, {**SERVE, "batch": 32}),
+    ("qwen3-0.6b", "2GiB", 1536, 512, SERVE),
+    ("llama-3-8b", "12GiB,12GiB", 3584, 512, {**SERVE, "graphs": False}),
+    ("glm-4-9b", "12GiB,14GiB", 3584, 512, {**SERVE, "graphs": False}),
+    ("llama-3-8b", "2xT4", 3584, 512, {**SERVE, "capability": "7.5", "page_tokens": 16}),
     # Images.
     ("glm-4.1v-9b", "16GiB,12GiB", 2500, 6, {"pictures": PICTURE}),
     ("qwen2.5-vl-7b", "12GiB,12GiB", 2500, 6, {"pictures": PICTURE}),
@@ -127,6 +144,8 @@ def case_of(pair: Pair) -> Case:
         prefill_chunk_tokens=more.get("chunk"),
         cache=more.get("cache", "dynamic"),
         quantize=more.get("quantize", "none"),
+        page_tokens=more.get("page_tokens", 16),
+        cuda_graphs=more.get("graphs", True),
         **more.get("pictures", {}),
         training=Training(**more["training"]) if "training" in more else None,
         gpu_generation=duoka.Fleet.parse(gpus).gpu_generation,
@@ -142,6 +161,7 @@ def measure(case: Case, plan: duoka.Plan, capability: str, writer: Connection) -
     sizes += [MIB] * (NUM_GPUS - len(sizes))  # torch has counted them before the fork
     os.environ["RIG_GPUS"] = ",".join(f"{size // MIB}MiB" for size in sizes)
     os.environ["RIG_CAPABILITY"] = capability
+    os.environ["DUOKA_ATTENTION"] = "flash"  # there are no numbers to compare
     torch.backends.cuda.enable_cudnn_sdp(False)  # from Hopper on it is chosen; the rig has none
     torch.set_num_threads(1)
     assert ctypes.CDLL(None).rig_restart() == 0

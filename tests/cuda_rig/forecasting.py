@@ -11,16 +11,19 @@ from cuda_rig.values import values
 
 from duoka import Fleet, Plan, Workload, models, virtual
 from duoka.forecast.profile import Profile
+from duoka.forecast.serving import Capacity
 from duoka.models.quantization import quantize_model
 from duoka.planner.constraints import Constraints
 from duoka.planner.planner import with_chunks
 from duoka.planner.request import PlanProblem
 from duoka.planner.solve import find_plan
 from duoka.runtime.call.learner import Learner
+from duoka.runtime.call.paged_model import PagedModel
 from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.image_inputs import prompts_for
 from duoka.tracing import Irregular, TraceSpec, profile_training, trace, trace_workload
+from duoka.tracing.trace_serving import trace_serving
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,8 @@ class Case:
         spec = TraceSpec(fingerprint="rig", conditions=self.workload.conditions)
         if self.workload.training is not None:
             return virtual.apart(profile_training, self.build, spec, self.workload)[0]
+        if self.workload.is_paged:
+            return trace_serving(self.build(), spec)
         with suppress(Irregular):
             return trace(self.build(), spec)
         return trace_workload(self.build(), spec, list(with_chunks(self.workload)))
@@ -71,7 +76,11 @@ def run(plan: Plan, model: Any) -> None:
     if workload.training is not None:
         assert workload.training.schedule == "sequential", "stages differ in what is in flight"
         models.make_trainable(model, workload.training, getattr(torch, workload.dtype))
-    dispatch(model, plan.placement, empty=True, offloaded=plan.offloaded)
+    stay = workload.is_paged
+    dispatch(model, plan.placement, empty=True, offloaded=plan.offloaded, outputs_stay=stay)
+    if workload.is_paged:
+        PagedModel(model, Capacity.of(workload), first).warm_up("every")
+        return
     with values():  # masks and positions are looked at; in this thread, a backward pass reads none
         if workload.training is not None:
             Learner(model, workload, first).run()
