@@ -32,10 +32,10 @@ import pytest
 import reference
 from doctoring import machine
 from progress import without_progress
+from tests.reference import VARIABLES
 from turns import HALVES, in_turn
 
 import duoka
-from duoka.base.environment import VARIABLES
 from duoka.cli.main import run
 from duoka.planner.request import PlanProblem
 from duoka.planner.resolve import workload_for

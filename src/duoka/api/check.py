@@ -195,7 +195,7 @@ def _subject(
     try:
         subject = _subject_of_checkpoint(checkpoint, request)
     except ModelError as error:
-        stop = stop_of(checkpoint, error, "build") if checkpoint.builds_own_model else None
+        stop = stop_of(checkpoint, error) if checkpoint.builds_own_model else None
         if stop is None:
             raise
         is_trained = request.training is not None

@@ -7,7 +7,6 @@
 - `images`: images in files, decoded within limits
 - `web`: images at URLs, fetched within limits
 - `progress`: progress messages of long calls
-- `environment`: every environment variable that duoka reads
 - `requirements`: installed versions of libraries, against the supported ranges
 - `model_code`: the code of models, and errors raised in it
 - `garbage`: permanent objects, excluded from garbage collection

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from duoka.report.check_report import CheckReport, Stop
-from duoka.runtime.dispatch.place_tensors import parameter_bytes
-from duoka.virtual import REAL_BYTES
 
 from .execute import DECODE_STEPS
 from .run import CheckRun, preserve_random_state
@@ -32,11 +30,6 @@ class Numbers:
     tensors: Mapping[str, Tensor]
     """Outputs of the model's calls and of the whole run, and gradients, by name and path."""
     report: CheckReport
-
-
-def is_computable(subject: Subject) -> bool:
-    """Return True if a model is small enough to run with real numbers."""
-    return parameter_bytes(subject.model) <= REAL_BYTES
 
 
 def compute(subject: Subject, *, on_one: bool = False) -> Numbers:

@@ -234,7 +234,7 @@ def _tensors_of(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((f"[{key!r}]", item) for key, item in items if isinstance(item, torch.Tensor))
 
 
-def stop_of(checkpoint: Checkpoint, error: ModelError, phase: str) -> Stop | None:
+def stop_of(checkpoint: Checkpoint, error: ModelError) -> Stop | None:
     """Describe a failure of a checkpoint's code; None for an error of duoka without a cause.
 
     The place is None if the cause was not raised in the checkpoint's files.
@@ -248,6 +248,6 @@ def stop_of(checkpoint: Checkpoint, error: ModelError, phase: str) -> Stop | Non
     return Stop(
         message=message,
         place=None if spot is None else place_of(spot),
-        phase=phase,
+        phase="build",
         hint=(isinstance(cause, ModuleNotFoundError) and error.hint) or stop_hint(message),
     )

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
 from duoka.report.check_report import Place
 
@@ -21,7 +21,6 @@ from ..source_map import SourceFile, node_position
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 Piece = tuple[int, int, str]
 """Start and end of a span in a text, and the text that replaces the span."""
-_Node = TypeVar("_Node", bound=ast.AST)
 
 _BYTE_ORDER_MARK = "\ufeff"
 _BLANKS = re.compile(r"(?:\s|\\\r?\n|#[^\r\n]*)*")
@@ -172,11 +171,6 @@ class Tree(SourceFile):
             texts += (self.source[position:start], text)
             position = stop
         return "".join([*texts, self.source[position:]])
-
-
-def descendants(node: ast.AST, kind: type[_Node]) -> Iterator[_Node]:
-    """Yield the nodes of a type in the subtree of a node, the node itself included."""
-    return (part for part in ast.walk(node) if isinstance(part, kind))
 
 
 def arguments_of(call: ast.Call) -> list[ast.expr]:

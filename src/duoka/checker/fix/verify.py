@@ -22,8 +22,9 @@ from duoka.errors import Faults
 from duoka.models.meta import construct
 from duoka.report.check_report import CheckReport
 from duoka.runtime.dispatch.place_tensors import parameter_bytes
+from duoka.virtual import REAL_BYTES
 
-from ..compute import Numbers, compute, is_computable
+from ..compute import Numbers, compute
 from ..run import check_subject
 from ..subject import Subject, complete_map, device_of
 
@@ -54,16 +55,16 @@ class Proof:
 
 def prove(report: CheckReport, subject: Subject, patched: Patched) -> Proof:
     """Compare patched code on several devices with the original on one, on a twin if necessary."""
-    if is_computable(subject):
+    weight_bytes = parameter_bytes(subject.model)
+    if weight_bytes <= REAL_BYTES:
         difference = why_not_equal(subject, patched)
         return Proof(not difference, difference)
     twin = twin_of(subject)
     if twin is None:
-        weights = format_bytes(parameter_bytes(subject.model))
         return Proof(
             False,
-            f"the repeated check found no fault, but {weights} of weights are too large to "
-            "compare results with real numbers on this machine",
+            f"the repeated check found no fault, but {format_bytes(weight_bytes)} of weights are "
+            "too large to compare results with real numbers on this machine",
         )
     small, num_layers = twin
     place = f"on a smaller model with {format_count(num_layers, 'layer')} and the same code"
@@ -150,15 +151,8 @@ def twin_of(subject: Subject) -> tuple[Subject, int] | None:
     if complete_map(small, entries)[1] or parameter_bytes(small) > _MOST_BYTES:
         return None
     workload = replace(subject.workload, prompt_tokens=_TOKENS, new_tokens=_TOKENS)
-    twin = replace(
-        subject,
-        model=small,
-        entries=entries,
-        budgets={},
-        completeness=Faults(),
-        workload=workload,
-    )
-    return twin, len(layers)
+    twin = replace(subject, model=small, entries=entries, workload=workload)
+    return replace(twin, budgets={}, completeness=Faults()), len(layers)
 
 
 def _distinct_layers(subject: Subject, stacks: Sequence[str], num_layers: int) -> list[int]:
