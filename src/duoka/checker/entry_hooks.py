@@ -17,7 +17,7 @@ from duoka.runtime.dispatch.arguments import tensors_in
 from duoka.runtime.dispatch.movers import Frames, Mover
 from duoka.runtime.dispatch.place_tensors import tensor_names
 
-from .mixed_call import CAUSE
+from .mixed_call import CAUSE, Args, Kwargs
 
 # Called with the device of the placed module that is entered.
 Entered = Callable[[torch.device], None]
@@ -70,8 +70,8 @@ class PlacedModule:
             vars(tensor).pop(CAUSE, None)
 
     def enter_part(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self, module: nn.Module, args: Args, kwargs: Kwargs
+    ) -> tuple[Args, Kwargs] | None:
         """Forward pre-hook of a submodule: move arguments if the call comes from outside."""
         if self in self._running:
             return None

@@ -18,6 +18,7 @@ from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.arguments import tensors_in, to_device
 from duoka.virtual import UnknownValueError
 
+from .mixed_call import Args, Kwargs
 from .subject import Subject
 
 DECODE_STEPS = 2
@@ -67,7 +68,7 @@ def _run(subject: Subject, device: torch.device, steps: StepListener) -> Any:
     return _generate(subject, device, steps)
 
 
-def _arguments(inputs: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(inputs: Any, device: torch.device) -> tuple[Args, Kwargs]:
     """Return positional and keyword arguments on a device; a single tensor is the only argument."""
     if isinstance(inputs, Mapping):
         return (), to_device(dict(inputs), device)
@@ -105,9 +106,7 @@ def find_loss(outputs: Any) -> torch.Tensor:
 # read by the second call from its first layer on: one that was last made on cuda:1 meets inputs on
 # cuda:0 there. The decode step continues the cache of the first call, as `generate` would.
 @torch.no_grad()
-def _infer(
-    model: nn.Module, call: Callable[[], Any], kwargs: dict[str, Any], steps: StepListener
-) -> Any:
+def _infer(model: nn.Module, call: Callable[[], Any], kwargs: Kwargs, steps: StepListener) -> Any:
     """Run a call twice, the second time with tables in place, then a decode step if possible."""
     steps.begin("forward")
     outputs = call()
@@ -125,9 +124,7 @@ def _infer(
     return outputs
 
 
-def _decode_arguments(
-    model: nn.Module, outputs: Any, kwargs: dict[str, Any]
-) -> dict[str, Any] | None:
+def _decode_arguments(model: nn.Module, outputs: Any, kwargs: Kwargs) -> Kwargs | None:
     """Return the arguments of a decode step; None if no cache is returned, or none is accepted."""
     accepted, ids = inspect.signature(model.forward).parameters, kwargs.get("input_ids")
     for name in CACHE_NAMES if isinstance(ids, torch.Tensor) else ():

@@ -20,6 +20,8 @@ from duoka.base.model_code import is_installed
 from duoka.virtual import active_world, is_virtual, virtual_device
 from duoka.virtual import device_type as virtual_type
 
+from .mixed_call import Args, Kwargs
+
 _TO = torch.Tensor.to
 _CUDA = torch.Tensor.cuda
 # Functions of `torch.cuda` that virtual GPUs answer: about all GPUs, and about one GPU.
@@ -37,9 +39,7 @@ _OF_ONE = (
 _seen: dict[int, torch.device] = {}
 
 
-def device_position(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> int | str | None:
+def device_position(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> int | str | None:
     """Return the position or keyword of the CUDA device in a call; None if there is none."""
     if func is _CUDA:
         return 1 if len(args) > 1 else "device"
@@ -52,11 +52,11 @@ def device_position(
 
 def on_virtual_gpu(
     func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     position: int | str,
     current: CurrentDevice,
-) -> tuple[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+) -> tuple[Any, Callable[..., Any], Args, Kwargs]:
     """Return the named device, and the call with the virtual GPU of that index.
 
     A bare "cuda" is the current GPU: the first one unless the code sets another.

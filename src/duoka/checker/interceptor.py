@@ -37,7 +37,9 @@ from .hardcoded import (
 )
 from .mixed_call import (
     CAUSE,
+    Args,
     FaultRecord,
+    Kwargs,
     MixedCall,
     Path,
     cause_of_result,
@@ -124,11 +126,7 @@ class FunctionInterceptor(TorchFunctionMode):
     # ── calls of PyTorch's functions ──
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = kwargs or {}
         frame = sys._getframe(1)
@@ -153,7 +151,7 @@ class FunctionInterceptor(TorchFunctionMode):
         self._mark_result(result, frame, args)
         return result
 
-    def _mark_result(self, result: Any, frame: FrameType, args: tuple[Any, ...]) -> None:
+    def _mark_result(self, result: Any, frame: FrameType, args: Args) -> None:
         """Mark new tensors with their place of origin and the fault that decided their device."""
         for tensor in result if type(result) in (tuple, list) else (result,):
             if not isinstance(tensor, torch.Tensor) or SPOT in (marks := vars(tensor)):
@@ -195,9 +193,7 @@ class FunctionInterceptor(TorchFunctionMode):
         with self._calls.outside():
             return mixed.func(*mixed.args, **mixed.kwargs)
 
-    def settle(
-        self, error: MixedDevicesError, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def settle(self, error: MixedDevicesError, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Return moved arguments for an ATen operation that is outside of any Python call.
 
         `virtual.settled_by` calls this; inside of a Python call the error is raised to that call.
@@ -423,7 +419,7 @@ class _Calls:
 
 # Example: t = torch.zeros(4, device="cuda:0") is on a hard-coded device, and so is t * 2. The sum
 # t + h is not, as the device of h follows from the placement.
-def _hard_coded_spot(args: tuple[Any, ...]) -> Spot | None:
+def _hard_coded_spot(args: Args) -> Spot | None:
     """Return the place of a hard-coded device if all tensors off the CPU are on such; else None."""
     spots = [
         vars(tensor).get(_HARD) for _, tensor in tensors_of(args, {}) if tensor.device.type != "cpu"

@@ -27,6 +27,10 @@ CAUSE = "_duoka_cause"
 Path = tuple[int | str, ...]
 """Path to a tensor in a call: argument position or keyword, then indices in nested lists."""
 
+# Positional and keyword arguments of a call.
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
 _MOST_OPERANDS = 8
 _METHOD = "torch.Tensor."
 _SAME_DEVICE = "same device"
@@ -41,12 +45,7 @@ class MixedCall:
     """The tensors that move to the target, by identity."""
 
     def __init__(
-        self,
-        error: Exception,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        frame: FrameType,
+        self, error: Exception, func: Any, args: Args, kwargs: Kwargs, frame: FrameType
     ) -> None:
         # The frames of its traceback refer to this object, and this object to the error: a cycle,
         # which would keep the tensors alive until the next garbage collection.
@@ -104,7 +103,7 @@ class MixedCall:
             moving &= {id(self.for_cpu)}
         self.moving_ids = frozenset(moving)
 
-    def moved_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def moved_arguments(self) -> tuple[Args, Kwargs]:
         """Return the arguments with the moving tensors on the target."""
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -220,9 +219,7 @@ class FaultRecord:
         )
 
 
-def tensors_of(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[Path, torch.Tensor]]:
+def tensors_of(args: Args, kwargs: Mapping[str, Any]) -> Iterator[tuple[Path, torch.Tensor]]:
     """Yield the tensors of a call, also in nested lists, with their paths."""
     steps: Iterable[tuple[int | str, Any]] = (*enumerate(args), *kwargs.items())
     for step, value in steps:

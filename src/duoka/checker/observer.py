@@ -15,6 +15,7 @@ from duoka.report.check_report import DeviceTransfer, PeakMemory, Sync
 from duoka.virtual import VirtualGpu, VirtualTensor
 
 from .execute import BETWEEN
+from .mixed_call import Args, Kwargs
 from .report_names import ReportNames
 from .source_map import model_frame, place_of, spot_of
 
@@ -108,14 +109,12 @@ class Observer:
             peak.live, peak.is_open = dict(live), False
         live.pop(storage_id, None)
 
-    def operation(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
+    def operation(self, func: Any, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Handle an ATen operation: count copies between devices and synchronizations."""
         if self.phase in ("", BETWEEN):
             return
         if func in _COPIES:
-            self._record_copy(func, args, result)
+            self._record_copy(args, result)
         elif func in _SYNCS:
             self._record_sync(_SYNCS[func])
         elif func in _INDEXING and any(
@@ -124,7 +123,7 @@ class Observer:
         ):
             self._record_sync("index with a mask")
 
-    def _record_copy(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+    def _record_copy(self, args: Args, result: Any) -> None:
         """Count a copy between two devices; a copy to the CPU synchronizes too."""
         target, source = (args[0], args[1]) if len(args) > 1 else (result, args[0])
         if not isinstance(source, torch.Tensor) or target.device == source.device:

@@ -22,10 +22,7 @@ class ReportNames:
     """
 
     def __init__(
-        self,
-        devices: Mapping[torch.device, str],
-        modules: Mapping[int, str],
-        num_gpus: int,
+        self, devices: Mapping[torch.device, str], modules: Mapping[int, str], num_gpus: int
     ) -> None:
         self._devices = devices
         self.num_gpus = num_gpus

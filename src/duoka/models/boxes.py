@@ -123,9 +123,7 @@ class CopyTracer(TorchFunctionMode):
             _storage(tensor): (tensor, name) for name, tensor in self.tensors.items()
         }
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if name in ("cat", "stack"):

@@ -248,9 +248,11 @@ class ChatGLMModel(ChatGLMPreTrainedModel, GlmModel):
 class ChatGLMForCausalLM(ChatGLMPreTrainedModel, GlmForCausalLM):
     """The decoder with its language-model head."""
 
+    decoder_class: type[ChatGLMModel] = ChatGLMModel
+
     def __init__(self, config: ChatGLMConfig) -> None:
         GlmPreTrainedModel.__init__(self, config)
-        self.model = ChatGLMModel(config)
+        self.model = self.decoder_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()  # type: ignore[no-untyped-call]

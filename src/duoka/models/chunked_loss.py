@@ -160,9 +160,7 @@ class LazyLogits(Tensor):
     # loss. Any other function, and every function after a first materialization, gets the
     # materialized logits (`__torch_dispatch__`).
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _ATTRIBUTES:
             inherited: Any = super()  # not annotated in torch

@@ -13,11 +13,10 @@ from typing import Any, Literal
 
 import torch
 from huggingface_hub.dataclasses import strict
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_outputs import BaseModelOutputWithPooling
-from transformers.models.glm.modeling_glm import GlmPreTrainedModel
 
 from duoka.errors import UsageError
 
@@ -158,13 +157,7 @@ class GLM4VForConditionalGeneration(ChatGLMForCausalLM):
     input_modalities = GLM4VModel.input_modalities
     _no_split_modules = GLM4VModel._no_split_modules
     _supports_flash_attn = GLM4VModel._supports_flash_attn
-
-    def __init__(self, config: GLM4VConfig) -> None:
-        GlmPreTrainedModel.__init__(self, config)
-        self.model = GLM4VModel(config)
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()  # type: ignore[no-untyped-call]
+    decoder_class = GLM4VModel
 
     @takes_cache
     def forward(

@@ -39,9 +39,7 @@ class _Bounded(TorchFunctionMode):
         super().__init__()
         self._lazily = lazily
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if kwargs.get("device") is None:
             if self._lazily and func in _EMPTY:

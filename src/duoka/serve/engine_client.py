@@ -7,7 +7,6 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import AsyncGenerator
 from dataclasses import replace
 from itertools import count
 from typing import Any, Literal
@@ -27,6 +26,7 @@ from .messages import (
     EngineRequest,
     EngineSettings,
     Event,
+    Events,
     Failed,
     Status,
 )
@@ -114,7 +114,7 @@ class EngineClient:
             if self._process is not None:
                 await self._lose(Broken("the server was stopped"))
 
-    async def submit(self, request: EngineRequest, tokens: int = 0) -> AsyncGenerator[Event, None]:
+    async def submit(self, request: EngineRequest, tokens: int = 0) -> Events:
         """Send a request to the engine, and yield its events; `tokens` is its estimated size.
 
         Raises

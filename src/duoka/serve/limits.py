@@ -88,12 +88,7 @@ class Gate:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        memory: RequestMemory,
-        *,
-        key: str | None = None,
-        is_local: bool = False,
+        self, app: ASGIApp, memory: RequestMemory, *, key: str | None = None, is_local: bool = False
     ) -> None:
         self._app = app
         self._memory = memory

@@ -5,7 +5,7 @@ This module imports neither torch nor transformers, which the server's process d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -170,3 +170,4 @@ class Broken:
 
 
 Event = Delta | Begun | Ended | Failed | Counted
+Events = AsyncGenerator[Event, None]

@@ -39,21 +39,19 @@ class Metrics:
             return family.labels(model)
 
         def counter(name: str, text: str, *labels: str) -> Any:
-            return Counter(f"vllm:{name}", text, ["model_name", *labels], registry=self.registry)
+            names = ["model_name", *labels]
+            family = Counter(f"vllm:{name}", text, names, registry=self.registry)
+            return family if labels else family.labels(model)
 
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens.").labels(model)
-        self.generation_tokens = counter("generation_tokens", "Generated tokens.").labels(model)
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens.")
+        self.generation_tokens = counter("generation_tokens", "Generated tokens.")
         self.success = counter("request_success", "Finished requests.", "finished_reason")
-        queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        self.queries = queries.labels(model)
-        self.hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.").labels(
-            model
-        )
+        queries = "Prompt tokens looked up in the prefix cache."
+        self.queries = counter("prefix_cache_queries", queries)
+        self.hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        names = ["model_name", "status"]
         self.failures = Counter(
-            "duoka:request_failures",
-            "Failed requests.",
-            ["model_name", "status"],
-            registry=self.registry,
+            "duoka:request_failures", "Failed requests.", names, registry=self.registry
         )
         self.first_token = histogram("time_to_first_token_seconds", "Time to first token.")
         self.between = histogram("inter_token_latency_seconds", "Time between output tokens.")

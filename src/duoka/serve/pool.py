@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 
 from duoka.errors import MachineError
 
 from .engine_client import EngineClient, not_ready
 from .errors import HttpError
-from .messages import EngineRequest, EngineSettings, Event
+from .messages import EngineRequest, EngineSettings, Events
 
 _MAX_KEYS = 4096
 # A request goes to the engine that has its prefix cached, unless that engine has more than so many
@@ -111,9 +111,7 @@ class EnginePool:
                 self._replicas.popitem(last=False)
         return engine
 
-    def submit(
-        self, request: EngineRequest, tokens: int, key: str = ""
-    ) -> AsyncGenerator[Event, None]:
+    def submit(self, request: EngineRequest, tokens: int, key: str = "") -> Events:
         """Submit a request to an engine; yield its events as `EngineClient.submit` does.
 
         Raises

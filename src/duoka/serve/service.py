@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from importlib.metadata import version
 from typing import Any, Literal
 
 from .errors import HttpError
 from .limits import RequestMemory
-from .messages import Counted, EngineRequest, Event, Prompt
+from .messages import Counted, EngineRequest, Events, Prompt
 from .metrics import Metrics
 from .pool import EnginePool
 from .remote_images import RemoteImages
 
-Events = AsyncGenerator[Event, None]
-"""The stream of events of a request."""
 # The characters of a prompt by which the pool finds the engine that has its prefix cached.
 _KEY_CHARACTERS = 1024
 CLOSED = 499

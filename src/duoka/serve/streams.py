@@ -18,9 +18,9 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from .answers import Answer, Piece
 from .errors import HttpError
-from .messages import Prompt
+from .messages import Events, Prompt
 from .requests import AnswerRequest
-from .service import CLOSED, Events, Service
+from .service import CLOSED, Service
 
 Pieces = AsyncGenerator[Piece, None]
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

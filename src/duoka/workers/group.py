@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from multiprocessing import Pipe
-from types import TracebackType
 
 from .process import WorkerProcess, describe_exit, wait_for_all
 from .worker import LOST
@@ -95,12 +94,7 @@ class WorkerGroup:
     def __enter__(self) -> WorkerGroup:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.end()
 
     def wait(self) -> dict[int, int]:

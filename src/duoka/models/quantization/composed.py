@@ -83,9 +83,7 @@ class Composed(Tensor):
         return cls(inner, size, context)
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in cls.products:
             return cls.product(func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from duoka.errors import CheckpointError, UsageError
 
 from .image_prompts import PromptImages, images_of
-from .messages import ChatMessage, Tool, tool_function
+from .messages import ChatMessage, Messages, Tools, tool_function
 from .tokenizer import special_id
 
 MOST_TEMPLATE_CHARACTERS = 1 << 18  # the longest published templates have some ten thousand
@@ -37,10 +37,7 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def encode_answer(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[ChatMessage],
-    tools: Sequence[Tool] | None,
-    stop_ids: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools, stop_ids: Sequence[int]
 ) -> tuple[list[int], list[bool]]:
     """Return the ids of a chat up to the end of its last answer, with a mask of the trained tokens.
 
@@ -83,10 +80,7 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def _mask_of_template(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[ChatMessage],
-    tools: Sequence[Tool] | None,
-    ids: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools, ids: Sequence[int]
 ) -> list[bool] | None:
     """Return the template's mask of answer tokens; None without ``{% generation %}`` blocks.
 
@@ -117,8 +111,8 @@ class EncodedChat(NamedTuple):
 
 def encode_chat(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[ChatMessage],
-    tools: Sequence[Tool] | None,
+    messages: Messages,
+    tools: Tools,
     *,
     images: PromptImages | None = None,
     is_prompt: bool = True,
@@ -175,7 +169,7 @@ class _Marks:
     A mark has private-use characters and random digits, so that users can't guess a mark.
     """
 
-    def __init__(self, messages: Sequence[ChatMessage]) -> None:
+    def __init__(self, messages: Messages) -> None:
         nonce = secrets.randbelow(10**12)
         self._names = [call.name for message in messages for call in message.calls]
         marks = [f"\ue0f0{nonce}-{n}\ue0f1" for n in range(len(messages) + len(self._names))]
@@ -274,9 +268,9 @@ def _imitation_error() -> UsageError:
 
 def _render(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[ChatMessage],
+    messages: Messages,
     marks: _Marks,
-    tools: Sequence[Tool] | None,
+    tools: Tools,
     *,
     is_prompt: bool,
     in_parts: bool = False,
@@ -311,9 +305,7 @@ def _render(
     return texts
 
 
-def _conversation(
-    messages: Sequence[ChatMessage], *, in_parts: bool = False
-) -> list[dict[str, Any]]:
+def _conversation(messages: Messages, *, in_parts: bool = False) -> list[dict[str, Any]]:
     """Return messages in the form of transformers' templates."""
     # Calls get new ids, because Mistral's templates accept only ids of nine letters and digits.
     names = {call.id: call.name for message in messages for call in message.calls if call.id}

@@ -23,7 +23,7 @@ from transformers.models.auto import image_processing_auto, processing_auto
 from duoka.errors import CheckpointError, UsageError
 
 from ..glm4v import GLM4VConfig
-from .messages import ChatMessage
+from .messages import Messages
 from .tokenizer import first_line
 
 _PROCESSORS: dict[str, str] = processing_auto.PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
@@ -59,7 +59,7 @@ class ImagePrompt(list[int]):
             self.rows[name] = torch.cat((row, more), dim=1)
 
 
-def images_of(messages: Sequence[ChatMessage]) -> list[Image.Image]:
+def images_of(messages: Messages) -> list[Image.Image]:
     """Return all images of a conversation, in order."""
     return [image for message in messages for image in message.images]
 

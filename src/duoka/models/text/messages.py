@@ -69,6 +69,10 @@ class ChatMessage:
             )
 
 
+Messages = Sequence[ChatMessage]
+Tools = Sequence[Tool] | None
+
+
 def refuse_half_pairs(text: str, what: str) -> None:
     """Raise UsageError for a text with an unpaired surrogate, which no tokenizer can encode."""
     if _LONE_SURROGATE.search(text):
@@ -138,7 +142,7 @@ def read_tool_call(call: Any) -> ToolCall:
     return ToolCall(name=name, arguments=arguments)
 
 
-def last_is_answerable(messages: Sequence[ChatMessage], *, takes_images: bool = False) -> None:
+def last_is_answerable(messages: Messages, *, takes_images: bool = False) -> None:
     """Raise UsageError unless the assistant can answer the last message."""
     if not takes_images and any(message.images for message in messages):
         raise UsageError("this model takes no images", hint="omit the images")

@@ -31,9 +31,11 @@ from .chat_template import encode_answer, encode_chat, text_ids
 from .image_prompts import ImageFormat, ImagePrompt, PromptImages, SquareImages, images_of
 from .messages import (
     ChatMessage,
+    Messages,
     Role,
     Tool,
     ToolCall,
+    Tools,
     last_is_answerable,
     tool_function,
     write_json_call,
@@ -81,15 +83,11 @@ class ChatFormat(ABC):
         return AnswerFormat(self.tokenizer, None, None)
 
     @abstractmethod
-    def prompt(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
-    ) -> list[int]:
+    def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
         """Return the ids of a prompt; if messages have images, an `ImagePrompt`."""
 
     @abstractmethod
-    def sample(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None, next_role: Role
-    ) -> TrainingSample:
+    def sample(self, messages: Messages, tools: Tools, next_role: Role) -> TrainingSample:
         """Return the training sample of a chat whose last message is the answer to train.
 
         The last id ends the answer; in some formats it is `next_role`, which begins the next
@@ -167,9 +165,7 @@ class _RoleFormat(ChatFormat):
         """The empty line of metadata of an answer without a call."""
         return tuple(text_ids(self.tokenizer, "\n"))
 
-    def prompt(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
-    ) -> list[int]:
+    def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
         """See `ChatFormat`."""
         last_is_answerable(messages, takes_images=self.images is not None)
         ids = [*self.written(messages, tools), special_id(self.tokenizer, "<|assistant|>")]
@@ -178,9 +174,7 @@ class _RoleFormat(ChatFormat):
             return ids
         return ImagePrompt(ids, len(images), self.images.pictures(images))
 
-    def written(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
-    ) -> list[int]:
+    def written(self, messages: Messages, tools: Tools = None) -> list[int]:
         """Return the ids of messages, without the role of the following answer."""
         ids = [special_id(self.tokenizer, name) for name in self._start]
         for message in self._with_tools(messages, tools or ()):
@@ -190,18 +184,14 @@ class _RoleFormat(ChatFormat):
             ids += text_ids(self.tokenizer, message.content)
         return ids
 
-    def sample(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None, next_role: Role
-    ) -> TrainingSample:
+    def sample(self, messages: Messages, tools: Tools, next_role: Role) -> TrainingSample:
         """See `ChatFormat`. The role of the next message ends the answer, as in `stop_ids`."""
         context = len(self.written(messages[:-1], tools)) + 1
         stop = special_id(self.tokenizer, f"<|{next_role}|>")
         ids = [*self.written(messages, tools), stop]
         return TrainingSample(ids, [False] * context + [True] * (len(ids) - context))
 
-    def _with_tools(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool]
-    ) -> list[ChatMessage]:
+    def _with_tools(self, messages: Messages, tools: Sequence[Tool]) -> list[ChatMessage]:
         """Convert calls to messages as the model writes them, and tools to a system message."""
         # A message with a text and two calls becomes three messages of the assistant: the text,
         # and a message with the tool's name as metadata for each call.
@@ -272,16 +262,12 @@ class ChatGLM2Format(ChatFormat):
         end = self.tokenizer.eos_token_id
         return (end,) if isinstance(end, int) else ()
 
-    def prompt(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
-    ) -> list[int]:
+    def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
         """See `ChatFormat`. The system message comes before the first round."""
         last_is_answerable(messages)
         return self.written(messages, tools, "\n\n答：")
 
-    def written(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None, end: str = ""
-    ) -> list[int]:
+    def written(self, messages: Messages, tools: Tools = None, end: str = "") -> list[int]:
         """Return the ids of messages; `end` is appended after a question, to begin its answer."""
         if tools:
             raise UsageError("ChatGLM2 doesn't support tool calls")
@@ -305,9 +291,7 @@ class ChatGLM2Format(ChatFormat):
         prefix = [special_id(self.tokenizer, name) for name in ("[gMASK]", "sop")]
         return [*prefix, *text_ids(self.tokenizer, text + (end if last_role == "user" else ""))]
 
-    def sample(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None, next_role: Role
-    ) -> TrainingSample:
+    def sample(self, messages: Messages, tools: Tools, next_role: Role) -> TrainingSample:
         """See `ChatFormat`. The answer is encoded separately, and ends with the end of text."""
         self.written(messages, tools)  # refuses answers without a question
         context = self.prompt(messages[:-1], tools)
@@ -337,9 +321,7 @@ class TemplateFormat(ChatFormat):
         """See `ChatFormat`."""
         return AnswerFormat.of_template(self.tokenizer)
 
-    def prompt(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
-    ) -> list[int]:
+    def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
         """See `ChatFormat`. Without a template the texts of messages are joined by newlines."""
         last_is_answerable(messages, takes_images=self.images is not None)
         if self.tokenizer.chat_template is not None:
@@ -354,9 +336,7 @@ class TemplateFormat(ChatFormat):
             ids: list[int] = self.tokenizer.encode(text, split_special_tokens=True)
         return ids
 
-    def sample(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None, next_role: Role
-    ) -> TrainingSample:
+    def sample(self, messages: Messages, tools: Tools, next_role: Role) -> TrainingSample:
         """See `ChatFormat`, and `encode_answer`."""
         if self.tokenizer.chat_template is None:
             raise CheckpointError(

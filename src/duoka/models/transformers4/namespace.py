@@ -43,20 +43,6 @@ def _initialize(module_cls: type[nn.Module], *args: Any, **kwargs: Any) -> Any:
     return module_cls(*args, **kwargs)
 
 
-def _checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Apply gradient checkpointing, by default without reentrant autograd.
-
-    Reentrant autograd stops gradients if no argument requires one, as in layers whose only trained
-    parameters are adapters.
-    """
-    return checkpoint(function, *args, **{"use_reentrant": False, **kwargs})
-
-
-def _never() -> bool:
-    """Return False, for a predicate of a removed feature."""
-    return False
-
-
 _TRANSFORMERS: dict[str, Any] = {
     "PretrainedConfig": LegacyConfig,
     "PreTrainedConfig": LegacyConfig,
@@ -65,7 +51,7 @@ _TRANSFORMERS: dict[str, Any] = {
     "DynamicCache": LegacyCache,
     "LogitsWarper": LogitsProcessor,
     "LossKwargs": generic.TransformersKwargs,
-    "is_torch_fx_available": _never,
+    "is_torch_fx_available": lambda: False,
 }
 _TORCH: dict[str, dict[str, Any]] = {
     "torch": {},
@@ -73,7 +59,9 @@ _TORCH: dict[str, dict[str, Any]] = {
     "torch.nn": {},
     "torch.nn.utils": {"skip_init": _initialize},
     "torch.utils": {},
-    "torch.utils.checkpoint": {"checkpoint": _checkpoint},
+    # Reentrant autograd, torch's default, stops gradients if no argument requires one, as in layers
+    # whose only trained parameters are adapters.
+    "torch.utils.checkpoint": {"checkpoint": functools.partial(checkpoint, use_reentrant=False)},
 }
 # Modules of transformers to which most names of 4.x have moved.
 _PLACES = ("", ".utils", ".pytorch_utils", ".generation", ".integrations")
