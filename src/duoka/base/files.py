@@ -14,6 +14,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
 
+from duoka.errors import UsageError
+
 _NOT_REGULAR = "it is not a regular file"
 _SYSTEM = re.compile(r"/(dev|proc|sys)(/(?!shm(/|$)).*)?$")
 
@@ -50,6 +52,15 @@ def cache_directory() -> Path:
     except RuntimeError:
         # A user without a home directory, as in some containers: a path where no file can be made.
         return Path(os.devnull) / "duoka"
+
+
+@contextmanager
+def reading(name: object, hint: str) -> Iterator[None]:
+    """Raise UsageError with a hint if the file `name` can't be read."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{name} can't be read: {why(error)}", hint=hint) from error
 
 
 def open_regular(path: Path) -> BufferedReader:

@@ -25,17 +25,13 @@ def unmet_requirements() -> list[str]:
         for name in _requirements(optional=False)
         if installed_version(name) is None
     ]
-    return [*missing, *_outside_range("duoka needs", optional=False)]
+    return [*missing, *versions_outside_range(optional=False)]
 
 
-def unmet_extras() -> list[str]:
-    """Describe every installed library of an extra whose version is outside its range."""
-    return _outside_range("duoka needs", optional=True)
-
-
-def _outside_range(demand: str, *, optional: bool) -> list[str]:
+def versions_outside_range(*, optional: bool) -> list[str]:
+    """Describe installed libraries, required or optional ones, in unsupported versions."""
     return [
-        f"{name} {installed} is installed, {demand} {requirement.specifier}"
+        f"{name} {installed} is installed, duoka needs {requirement.specifier}"
         for name, requirement in _requirements(optional=optional).items()
         if (installed := installed_version(name)) is not None
         and not requirement.specifier.contains(installed, prereleases=True)

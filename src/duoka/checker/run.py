@@ -31,14 +31,7 @@ from .observer import Observer
 from .report_names import ReportNames
 from .snapshot import on_virtual_gpus, restore_globals
 from .source_map import forget_sources, place_of
-from .subject import (
-    Subject,
-    code_of,
-    module_names,
-    named_tensors,
-    placed_modules,
-    tensor_devices,
-)
+from .subject import Subject, code_of, named_tensors, placed_modules, tensor_devices
 
 _MOST_NAMED = 5
 _MOST_TRIED = 4
@@ -192,7 +185,8 @@ class CheckRun(StepListener):
 
     def _names(self) -> ReportNames:
         names = {virtual.virtual_device(at): f"{self._prefix}:{at}" for at in range(self._num_gpus)}
-        return ReportNames(names, module_names(self.subject.model), self._num_placed)
+        modules = {id(module): name for name, module in self.subject.model.named_modules()}
+        return ReportNames(names, modules, self._num_placed)
 
     def _device(self, name: str) -> torch.device:
         return torch.device("cpu") if name == "cpu" else virtual.virtual_device(_gpu_index(name))

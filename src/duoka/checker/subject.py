@@ -204,11 +204,6 @@ def _callables(module: nn.Module, name: str, devices: Mapping[str, str]) -> Iter
             yield from _callables(child, inner, devices)
 
 
-def module_names(model: nn.Module) -> dict[int, str]:
-    """Return the first name of every module, by identity."""
-    return {id(module): name for name, module in model.named_modules()}
-
-
 def named_tensors(model: nn.Module) -> dict[int, tuple[OriginKind, str, torch.Tensor]]:
     """Return kind, name and tensor of parameters, buffers and tensor attributes, by id."""
     by_id: dict[int, tuple[OriginKind, str, torch.Tensor]] = {}

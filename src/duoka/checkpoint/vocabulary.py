@@ -199,7 +199,7 @@ def _sentencepiece_backend(model: SentencePieceModel) -> Tokenizer:
 
 def _tiktoken_backend(ranks: Mapping[bytes, int]) -> Tokenizer:
     """Build the `tokenizers` encoding of tiktoken's ranks, with GLM-4's pattern."""
-    letters = _byte_letters()
+    letters = byte_letters()
     spelled = {"".join(letters[b] for b in token): rank for token, rank in ranks.items()}
     # As in tiktoken, a text that is a token becomes that token, even if no merges lead there.
     backend = Tokenizer(BPE(vocab=spelled, merges=_merges(spelled, spelled), ignore_merges=True))
@@ -234,8 +234,8 @@ def _merges(costs: Mapping[str, float], vocabulary: Mapping[str, int]) -> list[t
     return merges
 
 
-def _byte_letters() -> dict[int, str]:
-    """Return the character that `tokenizers` uses for each byte.
+def byte_letters() -> dict[int, str]:
+    """Return the character of each byte in a byte-level vocabulary (Radford et al., 2019).
 
     Printable bytes stand for themselves, the others for the characters from U+0100 on, in order.
     """

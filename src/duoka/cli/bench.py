@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import duoka
-from duoka.base.files import why
+from duoka.base.files import reading
 from duoka.base.progress import say, say_import
 from duoka.base.serialization import to_dict
 from duoka.base.text import choose
@@ -119,12 +119,8 @@ def _measure_quality(
     cache = choose("cache", choice.cache or "dynamic", _CACHES)
     context = None if options.context is None else parse_tokens(options.context)
     dtype = read_dtype(options.dtype or "auto")
-    try:  # before the model is downloaded
+    with reading(file, "give a UTF-8 text file"):  # before the model is downloaded
         file.open("rb").close()
-    except OSError as error:
-        raise UsageError(
-            f"{file} can't be read: {why(error)}", hint="give a UTF-8 text file"
-        ) from error
     gpus = options.gpus or planning.ALL_GPUS
     planning.read_fleet(gpus)
     checkpoint, fleet = planning.open_checkpoint(model, to_run=True), duoka.Fleet.parse(gpus)

@@ -14,7 +14,7 @@ import typer
 
 import duoka
 from duoka.api.plan import plan_copies, plan_request
-from duoka.base.files import why
+from duoka.base.files import reading
 from duoka.base.text import choose
 from duoka.base.units import format_count
 from duoka.errors import UsageError
@@ -98,13 +98,9 @@ class ServeOptions(OptionGroup):
         """Read the API key from its file or the environment; None if no key is given."""
         key = os.environ.get(_KEY_VARIABLE)
         if self.api_key_file is not None:
-            try:
+            hint = "give a text file that contains only the key"
+            with reading(f"the key file {self.api_key_file}", hint):
                 key = self.api_key_file.read_text(encoding="utf-8").strip()
-            except (OSError, UnicodeDecodeError) as error:
-                raise UsageError(
-                    f"the key file {self.api_key_file} can't be read: {why(error)}",
-                    hint="give a text file that contains only the key",
-                ) from error
         if key is not None and (len(key) < _LEAST_KEY_CHARACTERS or not key.isascii()):
             raise UsageError(
                 f"the API key has {len(key)} characters; at least {_LEAST_KEY_CHARACTERS} of ASCII "

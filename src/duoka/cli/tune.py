@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from duoka.base.files import why
+from duoka.base.files import reading
 from duoka.base.progress import heard_by, say_import
 from duoka.base.text import choose
 from duoka.errors import UsageError
@@ -50,12 +50,8 @@ def _read_config(context: typer.Context, file: Path | None) -> Path | None:
     """Use the values of a TOML file as the defaults of options that are not given."""
     if file is None:
         return None
-    try:
+    with reading(file, "write it as TOML in UTF-8"):
         content = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{file} can't be read: {why(error)}", hint="write it as TOML in UTF-8"
-        ) from error
     known = {name.removeprefix("--"): it for it in context.command.params for name in it.opts}
     context.default_map = {}
     for name, value in content.items():

@@ -12,7 +12,7 @@ adapters become a fused one with the sum of their ranks:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from duoka.errors import LoadError
 
 from .build import resolve
 from .chatglm import RENAMED
-from .trainable import base_name, inject
+from .trainable import adapted_layers, base_name, inject
 
 _FUSED = "self_attention.query_key_value"
 _PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -266,7 +266,7 @@ def fill_adapter(model: nn.Module, adapter: LoraAdapter) -> None:
     LoadError
         If the model has adapters on other modules, or of other ranks.
     """
-    adapted = dict(_adapted(model))
+    adapted = dict(adapted_layers(model))
     differing = sorted(adapted.keys() ^ adapter.layers.keys())
     if differing:
         raise LoadError(
@@ -301,7 +301,7 @@ def adapter_of(model: nn.Module, tensors: Mapping[str, Tensor], *, base: str = "
     """
     layers: dict[str, LowRank] = {}
     dropout = 0.0
-    for name, module in _adapted(model):
+    for name, module in adapted_layers(model):
         is_embedding = _ADAPTER in module.lora_embedding_A
         keys = _EMBEDDING_KEYS if is_embedding else _KEYS
         names = [f"{name}.{_in_model(key)}" for key in keys]
@@ -318,15 +318,6 @@ def adapter_of(model: nn.Module, tensors: Mapping[str, Tensor], *, base: str = "
         )
         dropout = getattr(module.lora_dropout[_ADAPTER], "p", 0.0)
     return LoraAdapter(layers=layers, base=base, dropout=dropout)
-
-
-def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the adapted modules of a model, with their names."""
-    from peft.tuners.lora import LoraLayer
-
-    for name, module in model.named_modules():
-        if isinstance(module, LoraLayer):
-            yield name, module
 
 
 def _in_model(key: str) -> str:

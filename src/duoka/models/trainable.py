@@ -10,8 +10,8 @@ import difflib
 import re
 import warnings
 import zlib
-from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,11 +72,7 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
     The values are drawn by peft, seeded by `seed` and the layer's name, so that they don't depend
     on the processes that share the model. Layers on the meta device are skipped.
     """
-    from peft.tuners.lora import LoraLayer
-
-    for name, layer in model.named_modules():
-        if not isinstance(layer, LoraLayer):
-            continue
+    for name, layer in adapted_layers(model):
         device = next(iter(layer.get_base_layer().parameters())).device
         if device.type == "meta":
             continue
@@ -86,9 +82,18 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed ^ zlib.crc32(name.encode()))
             for adapter in layer.r:
-                cast(Any, layer).reset_lora_parameters(adapter, init_lora_weights=True)
+                layer.reset_lora_parameters(adapter, init_lora_weights=True)
         for part in parts:
             part.to(device)
+
+
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the names and modules of the layers that have an adapter."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            yield name, module
 
 
 def base_name(name: str) -> str:

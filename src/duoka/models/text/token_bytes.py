@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from itertools import count
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from duoka.checkpoint.vocabulary import byte_letters
+
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+_BYTES = {letter: byte for byte, letter in byte_letters().items()}
 
 
 class TokenBytes:
@@ -68,13 +70,3 @@ def _find_space(decoders: Mapping[str, Mapping[str, Any]]) -> str | None:
     replaced = decoders.get("Replace", {})
     pattern = replaced.get("pattern", {}).get("String")
     return pattern if pattern and replaced.get("content") == " " else None
-
-
-def _map_characters() -> dict[str, int]:
-    """Return the byte of each character of a byte-level vocabulary (Radford et al., 2019)."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    next_ones = count(0x100)
-    return {chr(byte if byte in printable else next(next_ones)): byte for byte in range(256)}
-
-
-_BYTES = _map_characters()

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from duoka.api.load import load
 from duoka.api.plan import plan as make_plan
-from duoka.base.files import read_text, why
+from duoka.base.files import read_text, reading
 from duoka.base.progress import say
 from duoka.base.text import choose
 from duoka.checkpoint.checkpoint import Checkpoint
@@ -153,7 +153,8 @@ def measure_quality(
     for form in forms:
         choose("quantize", form, QUANTIZED)
     windows = windows or windows_for(checkpoint)
-    text = _read_file(file)  # before the weights are downloaded
+    with reading(file, "give a UTF-8 text file"):  # before the weights are downloaded
+        text = read_text(file, most_bytes=_MAX_FILE_BYTES)
     checkpoint = checkpoint.fetch()
     prefix, ids = _tokenize(checkpoint, text, file, windows)
     scores = []
@@ -196,16 +197,6 @@ def windows_for(checkpoint: Checkpoint) -> Windows:
 
 def _form_name(form: str) -> str:
     return "unquantized" if form == "none" else form
-
-
-def _read_file(file: Path) -> str:
-    """Read the text; UsageError if it is unreadable or not UTF-8."""
-    try:
-        return read_text(file, most_bytes=_MAX_FILE_BYTES)
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{file} can't be read: {why(error)}", hint="give a UTF-8 text file"
-        ) from error
 
 
 def _tokenize(

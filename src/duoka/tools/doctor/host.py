@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 
-from duoka.base.requirements import unmet_extras, unmet_requirements
+from duoka.base.requirements import unmet_requirements, versions_outside_range
 from duoka.base.units import GIB, MIB, format_bytes
 from duoka.hardware.host import available_bytes, container_memory
 
@@ -64,6 +64,6 @@ def check_versions(facts: Facts) -> Iterator[Finding]:
         Finding(
             "warning", text, "features that need it may fail", 'pip install --upgrade "duoka[all]"'
         )
-        for text in unmet_extras()
+        for text in versions_outside_range(optional=True)
     ]
     return or_ok(problems, "all libraries are in the supported ranges")
