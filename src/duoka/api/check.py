@@ -129,15 +129,11 @@ def check(
     strategy = strategy_of(placement)
     placement = placement if strategy is None else None
     if placement is None and fleet is None:
-        raise UsageError(
-            "neither a placement nor a fleet is given",
-            hint='give a placement, or a fleet to plan for, as fleet="virtual:2x24GiB"',
-        )
+        hint = 'give a placement, or a fleet to plan for, as fleet="virtual:2x24GiB"'
+        raise UsageError("neither a placement nor a fleet is given", hint=hint)
     if not (inputs is None or callable(inputs) or isinstance(inputs, _INPUTS)):
-        raise UsageError(
-            f"inputs can't be {type(inputs).__name__}: {inputs!r:.80}",
-            hint="give a tensor, a tuple, a mapping of keyword arguments, or a function",
-        )
+        hint = "give a tensor, a tuple, a mapping of keyword arguments, or a function"
+        raise UsageError(f"inputs can't be {type(inputs).__name__}: {inputs!r:.80}", hint=hint)
     request = _CheckRequest(
         placement=placement,
         inputs=inputs,
@@ -186,10 +182,8 @@ def _subject(
             )
         return _subject_of_module(model, request)
     if request.inputs is not None:
-        raise UsageError(
-            "example inputs apply to a module given as an object",
-            hint="omit them; the workload defines the inputs",
-        )
+        hint = "omit them; the workload defines the inputs"
+        raise UsageError("example inputs apply to a module given as an object", hint=hint)
     checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
     request = replace(request, training=native_training(checkpoint, request.training))
     try:
@@ -244,10 +238,8 @@ def _with_images(subject: Subject, sizes: Sequence[tuple[int, int]]) -> Subject:
     if not sizes:
         return subject
     if subject.inputs is not None:
-        raise UsageError(
-            "images can't be combined with example inputs",
-            hint="include the images in the inputs",
-        )
+        hint = "include the images in the inputs"
+        raise UsageError("images can't be combined with example inputs", hint=hint)
     work, model = subject.workload, subject.model
     if not isinstance(model, PreTrainedModel):
         raise ModelError(

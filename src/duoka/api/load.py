@@ -165,10 +165,8 @@ def prove_here(plan: Plan, opened: OpenedModel, download_progress: Progress | No
     """
     checkpoint = opened.checkpoint
     if not checkpoint.has_weights:
-        raise CheckpointError(
-            f"{plan.source} has no weight files",
-            hint="plan for a directory with the weight files",
-        )
+        hint = "plan for a directory with the weight files"
+        raise CheckpointError(f"{plan.source} has no weight files", hint=hint)
     _require_private_directory(plan, checkpoint)
     plan.refuse_other(checkpoint.fingerprint, plan.source)
     loader.refuse_unloadable(checkpoint.config, plan.placement)

@@ -112,10 +112,8 @@ def plan(
     )
     entries = None if device_map is None else DeviceMap.of(device_map)
     if inputs is not None and (workload is not None or not _is_module(model)):
-        raise UsageError(
-            "example inputs already define the workload",
-            hint="give either inputs or a workload, not both",
-        )
+        hint = "give either inputs or a workload, not both"
+        raise UsageError("example inputs already define the workload", hint=hint)
     if _is_module(model):
         return _plan_module(model, on_fleet(request, fleet, entries), inputs, suggest=suggest)
     return plan_request(model, request, fleet, entries, suggest=suggest)

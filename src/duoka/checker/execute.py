@@ -95,10 +95,8 @@ def find_loss(outputs: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor):
         loss = next((tensor for tensor in tensors_in(outputs) if tensor.requires_grad), None)
     if loss is None:
-        raise UsageError(
-            "the model's output has no tensor with a gradient",
-            hint="give inputs that include labels, or check without training",
-        )
+        hint = "give inputs that include labels, or check without training"
+        raise UsageError("the model's output has no tensor with a gradient", hint=hint)
     return loss if loss.dim() == 0 else loss.float().sum()
 
 

@@ -158,10 +158,8 @@ class Checkpoint:
         """Open the checkpoint in a folder, on this machine or on the Hub."""
         names = folder.names()
         if _CONFIG not in names:
-            raise CheckpointError(
-                f"{folder.source} has no {_CONFIG}",
-                hint="give the directory that contains config.json",
-            )
+            hint = "give the directory that contains config.json"
+            raise CheckpointError(f"{folder.source} has no {_CONFIG}", hint=hint)
         config = _read_config(folder, _CONFIG) or {}
         weights = find_weights(folder)
         num_tensors = None if weights.tensors is None else len(weights.tensors)

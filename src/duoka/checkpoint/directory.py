@@ -82,16 +82,12 @@ class LocalFolder:
             is_short = stamp.num_bytes <= _POINTER_BYTES
             start = read_bytes(path, most_bytes=_POINTER_BYTES) if is_short else b""
         if start.startswith(_POINTER):
-            raise CheckpointError(
-                f"{path} is a git-lfs pointer, not the file itself",
-                hint=f"download the files: git -C {self.path} lfs pull",
-            )
+            hint = f"download the files: git -C {self.path} lfs pull"
+            raise CheckpointError(f"{path} is a git-lfs pointer, not the file itself", hint=hint)
         # aria2 creates a file in its full length and fills it; until then NAME.aria2 exists.
         if (self.path / f"{name}.aria2").exists():
-            raise CheckpointError(
-                f"{path} is incomplete: {name}.aria2 exists beside it",
-                hint="wait until the download ends, or start it again",
-            )
+            hint = "wait until the download ends, or start it again"
+            raise CheckpointError(f"{path} is incomplete: {name}.aria2 exists beside it", hint=hint)
         return stamp
 
 
@@ -137,8 +133,6 @@ def _is_regular(path: Path) -> bool:
     except OSError:  # a dangling link, or removed meanwhile
         return False
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise CheckpointError(
-            f"{path} is not a regular file",
-            hint="replace the link or pointer by the file itself, or remove it",
-        )
+        hint = "replace the link or pointer by the file itself, or remove it"
+        raise CheckpointError(f"{path} is not a regular file", hint=hint)
     return stat.S_ISREG(mode)

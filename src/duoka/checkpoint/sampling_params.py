@@ -46,10 +46,8 @@ class Sampling:
             ("seed", seed is None or 0 <= seed < 2**63, "it must be from 0 to 2^63 - 1"),
         ):
             if not fits:
-                raise UsageError(
-                    f"{name} is {getattr(self, name)}; {limits}",
-                    hint="omit it to use the checkpoint's recommended value",
-                )
+                hint = "omit it to use the checkpoint's recommended value"
+                raise UsageError(f"{name} is {getattr(self, name)}; {limits}", hint=hint)
 
     @property
     def is_greedy(self) -> bool:

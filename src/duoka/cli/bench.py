@@ -88,10 +88,8 @@ def bench(
         model.refuse("revision", beside=beside, hint=hint)
         _calibrate(options.gpus or planning.ALL_GPUS, choice.json)
     else:
-        raise UsageError(
-            "nothing to measure was given",
-            hint="give a MODEL, --calibrate, or --quality FILE MODEL",
-        )
+        hint = "give a MODEL, --calibrate, or --quality FILE MODEL"
+        raise UsageError("nothing to measure was given", hint=hint)
 
 
 def _bench_quality(

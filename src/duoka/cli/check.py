@@ -281,7 +281,5 @@ def _refuse_unwritable(directory: Path) -> None:
     """Raise UsageError if a directory can't be created or written."""
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise UsageError(
-            f"the changed files can't be written to {str(directory)!r}",
-            hint="give a writable directory: --output DIR",
-        )
+        hint = "give a writable directory: --output DIR"
+        raise UsageError(f"the changed files can't be written to {str(directory)!r}", hint=hint)

@@ -53,10 +53,8 @@ class PlanOutput(NamesOption):
     def check(self, options: PlanOptions) -> None:
         """Refuse unwritable files and contradicting options before planning."""
         if self.convention != "model" and self.save_device_map is None and self.export is None:
-            raise UsageError(
-                "--names needs --save-device-map or --export",
-                hint="add --save-device-map FILE or --export TOOL",
-            )
+            hint = "add --save-device-map FILE or --export TOOL"
+            raise UsageError("--names needs --save-device-map or --export", hint=hint)
         if self.export is not None:
             refuse_tool(self.export, self.convention)
         check_file(self.save, "the plan")

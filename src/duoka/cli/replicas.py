@@ -20,10 +20,8 @@ def read_number(text: str) -> int | Literal["auto"]:
     if text == "auto":
         return "auto"
     if not (text.isascii() and text.isdecimal() and len(text) < 5 and int(text)):
-        raise UsageError(
-            f"{text[:40]!r} is not a number of replicas",
-            hint='write a number, or "auto" for as many as fit',
-        )
+        hint = 'write a number, or "auto" for as many as fit'
+        raise UsageError(f"{text[:40]!r} is not a number of replicas", hint=hint)
     return int(text)
 
 

@@ -215,10 +215,8 @@ def _require_modules(extra: str, *modules: str) -> None:
     """Raise UsageError if a module of an optional dependency group is not installed."""
     for module in modules:
         if not find_spec(module):
-            raise UsageError(
-                f"{module} isn't installed, and the server needs it",
-                hint=f'pip install "duoka[{extra}]"',
-            )
+            hint = f'pip install "duoka[{extra}]"'
+            raise UsageError(f"{module} isn't installed, and the server needs it", hint=hint)
 
 
 def _serve_with_vllm(server: ServeOptions, options: PlanOptions, model: ModelOptions) -> None:

@@ -270,10 +270,8 @@ def _resume(options: TuneOptions) -> TuneResult:
     fixed_names = all_but(TuneOptions, "save", "resume", "gpus", "replicas", "data")
     changes = options.given_options(*fixed_names)
     if changes:
-        raise UsageError(
-            f"{', '.join(changes)} can't change when a run is resumed",
-            hint="omit it, or start a new run in another directory",
-        )
+        hint = "omit it, or start a new run in another directory"
+        raise UsageError(f"{', '.join(changes)} can't change when a run is resumed", hint=hint)
     with heard_by(note):
         from duoka.tuner.run import RunDirectory
         from duoka.tuner.tune import move, resume

@@ -86,10 +86,8 @@ class Device:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
-            raise FleetError(
-                f"{self.name!r} is not a device name",
-                hint="use names such as cuda:0, cpu or vgpu:1",
-            )
+            hint = "use names such as cuda:0, cpu or vgpu:1"
+            raise FleetError(f"{self.name!r} is not a device name", hint=hint)
         for part, minimum in (("budget", 1), ("reserve", 0), ("workspace", 0)):
             size = getattr(self, f"{part}_bytes")
             if size < minimum:

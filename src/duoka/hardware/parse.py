@@ -182,10 +182,8 @@ def _parse_declared_card(entry: str) -> Device:
     name, _, figures = entry.partition(":")
     name = name.strip()
     if name.lower() in ("cuda", "vgpu"):
-        raise UsageError(
-            f"{_quote(entry)} is a PyTorch device name",
-            hint=f"use the indices that nvidia-smi shows, such as 0,1; {FORMS}",
-        )
+        hint = f"use the indices that nvidia-smi shows, such as 0,1; {FORMS}"
+        raise UsageError(f"{_quote(entry)} is a PyTorch device name", hint=hint)
     if not _CARD_NAME.fullmatch(name) or name.lower() in _RESERVED:
         raise UsageError(
             f"{_quote(name)} is not a valid card name", hint=f"{catalogue.DECLARING}; {FORMS}"

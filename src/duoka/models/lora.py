@@ -346,10 +346,8 @@ def refuse_other_model(model: nn.Module, adapter: LoraAdapter) -> None:
         if sizes:
             difference = f"it goes from {ends[0]} to {ends[1]} at {name}, and the model from "
             difference += f"{sizes[0]} to {sizes[1]}"
-        raise LoadError(
-            f"the adapter doesn't match this model: {difference}",
-            hint=f"it was made for {adapter.base or 'an unnamed model'}",
-        )
+        hint = f"it was made for {adapter.base or 'an unnamed model'}"
+        raise LoadError(f"the adapter doesn't match this model: {difference}", hint=hint)
 
 
 def _sizes(module: Any) -> tuple[int, ...] | None:

@@ -85,8 +85,6 @@ def save_picture(figure: Figure, file: Path) -> Path:
     try:
         figure.savefig(file, format=kind or "png", dpi=_DOTS_PER_INCH)
     except (OSError, ValueError) as error:  # ValueError: matplotlib doesn't know the format
-        raise UsageError(
-            f"{file} can't be written: {why(error)}",
-            hint="give a .png, .svg or .pdf file in an existing, writable directory",
-        ) from error
+        hint = "give a .png, .svg or .pdf file in an existing, writable directory"
+        raise UsageError(f"{file} can't be written: {why(error)}", hint=hint) from error
     return file

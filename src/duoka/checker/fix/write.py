@@ -46,10 +46,8 @@ def apply(patches: Iterable[Patch], directory: str | Path = OUTPUT) -> tuple[Pat
     targets = [Path(directory) / path for path in _kept_paths([Path(p.file) for p in patches])]
     for patch, target in zip(patches, targets, strict=True):
         if target.resolve() == Path(patch.file).resolve():
-            raise UsageError(
-                f"the copy of {patch.file} would overwrite it",
-                hint="choose another directory, or change the files themselves with --in-place",
-            )
+            hint = "choose another directory, or change the files themselves with --in-place"
+            raise UsageError(f"the copy of {patch.file} would overwrite it", hint=hint)
     for patch, target in zip(patches, targets, strict=True):
         _write(target, patch.after)
     return tuple(targets)
@@ -75,10 +73,8 @@ def apply_in_place(patches: Iterable[Patch]) -> tuple[Path, ...]:
     for patch in patches:
         path = Path(patch.file)
         if _in_packages(path) is not None:
-            raise UsageError(
-                f"{path} belongs to an installed package",
-                hint="write changed copies with --output DIR, and use them as your own model code",
-            )
+            hint = "write changed copies with --output DIR, and use them as your own model code"
+            raise UsageError(f"{path} belongs to an installed package", hint=hint)
         text = None
         with suppress(SourceError):
             text = read_source(path)

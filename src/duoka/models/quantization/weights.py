@@ -171,10 +171,8 @@ def require(scheme: Scheme) -> None:
     """Raise UsageError if the scheme's package is missing, or its functions have changed."""
     package, extra = ("bitsandbytes", "bnb") if scheme == "nf4" else ("torchao", "quantize")
     if find_spec(package) is None:
-        raise UsageError(
-            f"{scheme} weights need {package}, which isn't installed",
-            hint=f'pip install "duoka[{extra}]"',
-        )
+        hint = f'pip install "duoka[{extra}]"'
+        raise UsageError(f"{scheme} weights need {package}, which isn't installed", hint=hint)
     with quiet_libraries():
         import_module(package)  # bitsandbytes registers its operators with torch
     try:

@@ -145,10 +145,8 @@ def tool_schemas(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
     for function in map(tool_function, tools):
         name, parameters = function["name"], function.get("parameters")
         if not TOOL_NAME.fullmatch(name):
-            raise UsageError(
-                f"{name[:80]!r} is not a valid tool name",
-                hint="use at most 128 letters, digits, _, - and ., starting with a letter or _",
-            )
+            hint = "use at most 128 letters, digits, _, - and ., starting with a letter or _"
+            raise UsageError(f"{name[:80]!r} is not a valid tool name", hint=hint)
         if name in schemas:
             raise UsageError(
                 f"two tools are called {name!r}", hint="use a unique name for each tool"

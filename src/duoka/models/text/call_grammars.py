@@ -118,10 +118,8 @@ def _find_texts(form: CallForm | None, functions: Sequence[Mapping[str, Any]]) -
         if isinstance(form, MistralForm)
         else "its arguments are not JSON"
     )
-    raise UsageError(
-        f"a tool call can't be forced on this model: {reason}",
-        hint=f"select one tool by name, or {_HINT}" if isinstance(form, MistralForm) else _HINT,
-    )
+    hint = f"select one tool by name, or {_HINT}" if isinstance(form, MistralForm) else _HINT
+    raise UsageError(f"a tool call can't be forced on this model: {reason}", hint=hint)
 
 
 def _object(name: str, key: str, schema: str) -> str:

@@ -225,10 +225,8 @@ def _image_processor(directory: Path) -> Any:
 def _reading(directory: Path) -> Iterator[None]:
     """Convert errors of loading an image processor to CheckpointError; so are missing settings."""
     if not any((directory / name).is_file() for name in _SETTINGS):
-        raise CheckpointError(
-            f"{directory} has no image processor configuration",
-            hint=f"add its {' or '.join(_SETTINGS)} to the directory",
-        )
+        hint = f"add its {' or '.join(_SETTINGS)} to the directory"
+        raise CheckpointError(f"{directory} has no image processor configuration", hint=hint)
     try:
         yield
     except Exception as error:

@@ -76,10 +76,8 @@ Tools = Sequence[Tool] | None
 def refuse_half_pairs(text: str, what: str) -> None:
     """Raise UsageError for a text with an unpaired surrogate, which no tokenizer can encode."""
     if _LONE_SURROGATE.search(text):
-        raise UsageError(
-            f"{what} is not valid text: it contains an unpaired surrogate",
-            hint="decode it as UTF-8",
-        )
+        hint = "decode it as UTF-8"
+        raise UsageError(f"{what} is not valid text: it contains an unpaired surrogate", hint=hint)
 
 
 def read_message(message: object) -> ChatMessage:
@@ -89,18 +87,14 @@ def read_message(message: object) -> ChatMessage:
     supported. Requests to a server may have more; see `duoka.serve.chats`.
     """
     if not isinstance(message, Mapping):
-        raise UsageError(
-            f"a message must be a mapping, not {type(message).__name__}",
-            hint='write a chat as [{"role": "user", "content": "Hello"}]',
-        )
+        hint = 'write a chat as [{"role": "user", "content": "Hello"}]'
+        raise UsageError(f"a message must be a mapping, not {type(message).__name__}", hint=hint)
     role: Any = "observation" if message.get("role") == "tool" else message.get("role")
     calls: Any = message.get("tool_calls") or []
     calls = calls if isinstance(calls, list | tuple) else [calls]
     if len(calls) > 1:
-        raise UsageError(
-            f"a message calls {len(calls)} tools; the limit is one",
-            hint="use one message for each call",
-        )
+        hint = "use one message for each call"
+        raise UsageError(f"a message calls {len(calls)} tools; the limit is one", hint=hint)
     content: Any = message.get("content")
     if content is None and calls:
         content = ""

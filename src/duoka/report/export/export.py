@@ -56,10 +56,8 @@ def export(
     """
     refuse_tool(tool, names)
     if tool in _SERVERS and plan.workload.training is not None:
-        raise UsageError(
-            f"{tool} is for inference, and the plan is for training",
-            hint="plan without training, or export to torch-pipelining, torchtitan or deepspeed",
-        )
+        hint = "plan without training, or export to torch-pipelining, torchtitan or deepspeed"
+        raise UsageError(f"{tool} is for inference, and the plan is for training", hint=hint)
     if tool == accelerate.NAME:
         return accelerate.export(plan, profile, names)
     return _EXPORTERS[tool](plan, profile or cached_profile(plan))
@@ -91,7 +89,5 @@ def refuse_tool(tool: str, names: Convention) -> None:
     """Refuse an unknown tool, and checkpoint names for a tool other than accelerate."""
     choose("the tool", tool, TOOLS)
     if choose("names", names, CONVENTIONS) != "model" and tool != accelerate.NAME:
-        raise UsageError(
-            f"{tool} has no option for module names",
-            hint=f"omit them, or export to {accelerate.NAME}",
-        )
+        hint = f"omit them, or export to {accelerate.NAME}"
+        raise UsageError(f"{tool} has no option for module names", hint=hint)

@@ -221,10 +221,8 @@ def read_bounds(text: str | None) -> tuple[int, int] | None:
     match = _NUMBERS.fullmatch(text or "")
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if low > high:
-        raise UsageError(
-            f"{text!r:.40} is not a number of replicas",
-            hint='use a number, a range such as 2-6, or "auto" for as many as fit',
-        )
+        hint = 'use a number, a range such as 2-6, or "auto" for as many as fit'
+        raise UsageError(f"{text!r:.40} is not a number of replicas", hint=hint)
     return low, high
 
 
@@ -232,8 +230,6 @@ def choose_bounds(bounds: tuple[int, int] | None, room: int) -> tuple[int, int]:
     """Return the smallest and largest number of replicas; by default as many as fit (`room`)."""
     low, high = bounds or (room, room)
     if low > room:
-        raise InfeasibleError(
-            f"{low} replicas don't fit on these nodes; {room} fit",
-            hint=f"use --replicas {room}, or more nodes",
-        )
+        hint = f"use --replicas {room}, or more nodes"
+        raise InfeasibleError(f"{low} replicas don't fit on these nodes; {room} fit", hint=hint)
     return low, high

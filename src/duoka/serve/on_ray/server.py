@@ -55,10 +55,8 @@ def serve_on_ray(
     with address.bind() as bound:
         port = bound.getsockname()[1]
     if running := serve.status().applications:
-        raise UsageError(
-            f"the cluster already serves {min(running)}",
-            hint="stop it with `serve shutdown -y`",
-        )
+        hint = "stop it with `serve shutdown -y`"
+        raise UsageError(f"the cluster already serves {min(running)}", hint=hint)
     serve.shutdown()  # a running proxy may have another address
     serve.start(proxy_location="HeadOnly", http_options={"host": address.host, "port": port})
     name = "duoka-" + re.sub(r"[^\w.-]", "-", settings.model)
