@@ -17,9 +17,7 @@ Name = TypeVar("Name", bound=str)
 
 def printable(text: str) -> str:
     r"""Escape control, format and surrogate characters, except for newlines, tabs and joiners."""
-    if text.isprintable():
-        return text
-    return "".join(map(_escape, text))
+    return text if text.isprintable() else "".join(map(_escape, text))
 
 
 def _escape(character: str) -> str:

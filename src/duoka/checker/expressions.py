@@ -187,9 +187,7 @@ class Expressions:
             return _member(self._value(node.value), node.attr)
         if isinstance(node, ast.Subscript):
             return _item(self._value(node.value), self._value(node.slice))
-        if isinstance(node, ast.Constant):
-            return node.value
-        return _NOTHING
+        return node.value if isinstance(node, ast.Constant) else _NOTHING
 
 
 def _member(value: Any, name: str) -> Any:

@@ -176,9 +176,7 @@ def _data_on(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _fill(data: Tensor) -> Tensor:
     """Fill an uninitialized tensor if numbers are computed, since a NaN in it would spread."""
-    if isinstance(data, VirtualTensor) and data.gpu.meta:
-        return data
-    return fill(data)
+    return data if isinstance(data, VirtualTensor) and data.gpu.meta else fill(data)
 
 
 # ── containers ──

@@ -110,14 +110,12 @@ def model_type_of(config: Mapping[str, Any]) -> str:
     model_type = config.get("model_type")
     if isinstance(model_type, str) and _MODEL_TYPE.fullmatch(model_type):
         return model_type
-    raise ModelError(
-        "the configuration has no model_type"
-        if model_type is None
-        else f"the configuration's model_type is {str(model_type)[:60]!a}, which is not a valid "
-        "name",
-        hint="use the config.json that was published with the model, or one written by "
-        "transformers",
-    )
+    message = "the configuration has no model_type"
+    if model_type is not None:
+        shown = f"{str(model_type)[:60]!a}"
+        message = f"the configuration's model_type is {shown}, which is not a valid name"
+    hint = "use the config.json that was published with the model, or one written by transformers"
+    raise ModelError(message, hint=hint)
 
 
 def unknown_type(model_type: str, known: Collection[str], *, has_code: bool) -> ModelError:

@@ -76,12 +76,10 @@ def notes_of(model: PreTrainedModel, checkpoint: Checkpoint, workload: Workload)
     assert checkpoint.tensors is not None
     stored = sort_tensors(method, checkpoint.tensors)
     sizes = [tensor.nbytes or 0 for parts in stored.weights.values() for tensor in parts]
-    engine = (
-        "transformers unpacks them to 16 bit on first use; run this plan with vLLM or SGLang, "
-        "which keep them quantized."
-        if not method.keeps
-        else "Kernels for packed weights need less."
-    )
+    engine = "Kernels for packed weights need less."
+    if not method.keeps:
+        engine = "transformers unpacks them to 16 bit on first use; run this plan with vLLM or "
+        engine += "SGLang, which keep them quantized."
     return (
         f"The checkpoint is quantized ({method.name}): {len(stored.weights)} weights count with "
         f"their stored size, {format_bytes(sum(sizes))} including scales, plus one unpacked "

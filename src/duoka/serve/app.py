@@ -122,12 +122,9 @@ def _add_openai(app: FastAPI, service: Service) -> None:
     async def create_completion(request: CompletionRequest, http: Request) -> Response:
         """Generate completions of texts."""
         prompts, has_logprobs = request.to_prompts(), request.logprobs is not None
-        prefixes = [
-            (prompt.text or (await service.count(prompt, "detokenize")).text)
-            if request.echo
-            else ""
-            for prompt in prompts
-        ]
+        prefixes = [""] * len(prompts)
+        if request.echo:
+            prefixes = [p.text or (await service.count(p, "detokenize")).text for p in prompts]
         options = {"has_logprobs": has_logprobs, "has_usage": request.stream_options.include_usage}
         answer = CompletionAnswer(service.model, prefixes, request.n, **options)
         return await respond(service, request, prompts, answer, http)

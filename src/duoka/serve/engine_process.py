@@ -249,11 +249,9 @@ def failed(number: int, error: Exception, field: str | None = None) -> Failed:
     is_client_error = isinstance(error, DuokaError) and not isinstance(error, MachineError)
     is_too_long = isinstance(error, PromptTooLong)  # whose hint is for the operator
     hint = None if is_too_long else getattr(error, "hint", None)
-    text = (
-        str(error)[:1000]
-        if isinstance(error, DuokaError)
-        else f"{type(error).__name__}: {str(error)[:300]}"
-    )
+    text = f"{type(error).__name__}: {str(error)[:300]}"
+    if isinstance(error, DuokaError):
+        text = str(error)[:1000]
     return Failed(
         number=number,
         status=400 if is_client_error else 500,

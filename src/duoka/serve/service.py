@@ -96,6 +96,8 @@ def status_of(service: Service) -> dict[str, Any]:
     engines = service.pool.engines
     plan = engines[0].settings.plan
     statuses = [engine.status for engine in engines if engine.status is not None]
+    free_pages = sum(status.free_pages for status in statuses)
+    pages = {"total": sum(status.pages for status in statuses), "free": free_pages}
     return {
         "model": service.model,
         "version": version("duoka"),
@@ -105,12 +107,7 @@ def status_of(service: Service) -> dict[str, Any]:
         "engines": [_engine_status(engine) for engine in engines],
         "running": sum(status.running for status in statuses),
         "waiting": sum(status.waiting for status in statuses),
-        "pages": {
-            "total": sum(status.pages for status in statuses),
-            "free": sum(status.free_pages for status in statuses),
-        }
-        if statuses
-        else None,
+        "pages": pages if statuses else None,
         "tokens_per_second": service.metrics.tokens_per_second,
     }
 
@@ -118,6 +115,8 @@ def status_of(service: Service) -> dict[str, Any]:
 def _engine_status(engine: Any) -> dict[str, Any]:
     """Return the state of an engine; measured values are None until its first status."""
     plan, status = engine.settings.plan, engine.status
+    reserved_bytes = {} if status is None else status.reserved_bytes
+    busy_shares = {} if status is None else status.busy_shares
     return {
         "replica": engine.replica,
         "state": engine.state,
@@ -128,12 +127,10 @@ def _engine_status(engine: Any) -> dict[str, Any]:
                 "gpu": plan.fleet.device(stage.device).product or None,
                 "budget_bytes": stage.budget_bytes,
                 "forecast_bytes": stage.reserved_bytes,
-                "reserved_bytes": None
-                if status is None
-                else status.reserved_bytes.get(stage.device),
+                "reserved_bytes": reserved_bytes.get(stage.device),
                 "weights_bytes": stage.weight_bytes,
                 "kv_cache_bytes": stage.kv_cache_bytes,
-                "busy_share": None if status is None else status.busy_shares.get(stage.device),
+                "busy_share": busy_shares.get(stage.device),
             }
             for stage in plan.forecast.devices
         ],

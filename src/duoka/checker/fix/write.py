@@ -48,9 +48,7 @@ def apply(patches: Iterable[Patch], directory: str | Path = OUTPUT) -> tuple[Pat
         if target.resolve() == Path(patch.file).resolve():
             hint = "choose another directory, or change the files themselves with --in-place"
             raise UsageError(f"the copy of {patch.file} would overwrite it", hint=hint)
-    for patch, target in zip(patches, targets, strict=True):
-        _write(target, patch.after)
-    return tuple(targets)
+    return _write_all(patches, targets)
 
 
 def apply_in_place(patches: Iterable[Patch]) -> tuple[Path, ...]:
@@ -83,10 +81,7 @@ def apply_in_place(patches: Iterable[Patch]) -> tuple[Path, ...]:
                 f"{path} has changed since it was checked", hint="run the check again, then the fix"
             )
     # A symbolic link is followed: its target is the file that was checked.
-    targets = tuple(Path(patch.file).resolve() for patch in patches)
-    for patch, target in zip(patches, targets, strict=True):
-        _write(target, patch.after)
-    return targets
+    return _write_all(patches, [Path(patch.file).resolve() for patch in patches])
 
 
 def _kept_paths(files: list[Path]) -> list[Path]:
@@ -106,10 +101,12 @@ def _in_packages(file: Path) -> Path | None:
     return next((folder for folder in file.parents if folder.name in names), None)
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a file with its directories; raise MachineError if impossible."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text)
-    except OSError as error:
-        raise MachineError(f"{path} can't be written: {why(error)}") from error
+def _write_all(patches: list[Patch], paths: list[Path]) -> tuple[Path, ...]:
+    """Write patched files with their directories; raise MachineError if impossible."""
+    for patch, path in zip(patches, paths, strict=True):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, patch.after)
+        except OSError as error:
+            raise MachineError(f"{path} can't be written: {why(error)}") from error
+    return tuple(paths)

@@ -113,12 +113,10 @@ def _find_texts(form: CallForm | None, functions: Sequence[Mapping[str, Any]]) -
         )
     if isinstance(form, MistralForm) and len(functions) == 1:
         return _CallTexts(f"[TOOL_CALLS]{functions[0]['name']}[ARGS]", lambda _, schema: schema)
-    reason = (
-        "the tool name precedes a special token"
-        if isinstance(form, MistralForm)
-        else "its arguments are not JSON"
-    )
-    hint = f"select one tool by name, or {_HINT}" if isinstance(form, MistralForm) else _HINT
+    reason, hint = "its arguments are not JSON", _HINT
+    if isinstance(form, MistralForm):
+        reason = "the tool name precedes a special token"
+        hint = f"select one tool by name, or {_HINT}"
     raise UsageError(f"a tool call can't be forced on this model: {reason}", hint=hint)
 
 

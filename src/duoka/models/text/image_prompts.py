@@ -230,9 +230,8 @@ def _reading(directory: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise CheckpointError(
-            f"no image processor could be loaded from {directory}: {first_line(error)}",
-            hint="install the libraries it needs, built for this torch"
-            if isinstance(error, ImportError)
-            else f"check {' or '.join(_SETTINGS)}: it may be damaged, or made for other versions",
-        ) from error
+        hint = f"check {' or '.join(_SETTINGS)}: it may be damaged, or made for other versions"
+        if isinstance(error, ImportError):
+            hint = "install the libraries it needs, built for this torch"
+        message = f"no image processor could be loaded from {directory}: {first_line(error)}"
+        raise CheckpointError(message, hint=hint) from error

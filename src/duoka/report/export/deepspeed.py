@@ -62,8 +62,4 @@ def _notes(plan: Plan, pipeline: LayerPipeline) -> Iterator[str]:
     )
     if pipeline.returning:
         yield "NOTE: tied weights need a TiedLayerSpec in both stages, outside of nn.Sequential."
-    if plan.workload.training is None:
-        yield (
-            "NOTE: the plan is for generation; training needs far more memory: plan it with "
-            "--train."
-        )
+    yield from common.training_note(plan)

@@ -192,13 +192,11 @@ def _budget_text(device: Device, asked_bytes: int) -> str:
         what = f"{device.product}, {offered} when empty" if device.product else offered
     overhead_bytes = device.reserve_bytes - asked_bytes
     measured = " (measured)" if "reserve_bytes" in device.measured else ""
-    deductions = (
-        [f"less {format_bytes(overhead_bytes)} reserved for CUDA{measured}"]
-        if overhead_bytes > 0
-        else []
-    )
-    deductions += [f"less {format_bytes(asked_bytes)} left free (--reserve)"] if asked_bytes else []
-    return ", ".join([what, *deductions])
+    if overhead_bytes > 0:
+        what += f", less {format_bytes(overhead_bytes)} reserved for CUDA{measured}"
+    if asked_bytes:
+        what += f", less {format_bytes(asked_bytes)} left free (--reserve)"
+    return what
 
 
 def _bars(plan: Plan, columns: int, *, ascii_only: bool) -> Group:
@@ -388,8 +386,6 @@ def _describe_speed_source(plan: Plan) -> str:
         source = "speeds as measured on this machine"
         return f"{source}, links as published" if published else source
     stated = "speeds as published (duoka bench --calibrate measures a GPU)"
-    return (
-        f"{', '.join(measured)}: speeds as measured on this machine; others: {stated}"
-        if measured
-        else stated
-    )
+    if not measured:
+        return stated
+    return f"{', '.join(measured)}: speeds as measured on this machine; others: {stated}"

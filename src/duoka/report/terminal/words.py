@@ -112,11 +112,8 @@ def describe_origin(source: Origin) -> str:
             "constant": "a constant",
         }.get(source.kind, f"the {source.kind}{name_suffix}")
     expression = f"{crop(source.place.text)} at {format_place(source.place, brief=True)}"
-    return (
-        expression
-        if source.kind == "operation"
-        else f"the {source.kind}{name_suffix}, {expression}"
-    )
+    is_operation = source.kind == "operation"
+    return expression if is_operation else f"the {source.kind}{name_suffix}, {expression}"
 
 
 def crop(text: str, longest: int = _LONGEST) -> str:
