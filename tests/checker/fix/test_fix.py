@@ -207,7 +207,7 @@ def test_code_made_at_run_time_is_told() -> None:
 def test_a_model_too_big_for_real_numbers_is_not_proved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("duoka.checker.compute.REAL_BYTES", 100)
+    monkeypatch.setattr("duoka.checker.fix.verify.REAL_BYTES", 100)
     repairs: Repairs = repaired(build(load(write(tmp_path, MODEL)).Model), {"a": 0, "b": 1}, X)[1]
     [patch] = repairs
     assert not patch.proved
