@@ -48,13 +48,11 @@ def _hook(cls: type, expected: list[torch.device | None], misplaced: Misplaced) 
     """Return the autograd hook that reports and moves misplaced gradients."""
 
     def hook(gradients: tuple[Any, ...], _: Any) -> tuple[Any, ...]:
-        moved_gradients = []
+        moved_gradients = list(gradients)
         for index, (gradient, device) in enumerate(zip(gradients, expected, strict=True)):
             if gradient is not None and device is not None and gradient.device != device:
                 misplaced(cls, index, gradient, device)
-                moved_gradients.append(gradient.to(device))
-            else:
-                moved_gradients.append(gradient)
+                moved_gradients[index] = gradient.to(device)
         return tuple(moved_gradients)
 
     return hook

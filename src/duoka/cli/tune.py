@@ -245,12 +245,8 @@ def _settings(options: TuneOptions) -> TuneSettings:
     }
     names = {item.name for item in fields(TuneSettings)} & {*all_but(TuneOptions)}
     values = {name: value for name in names if (value := getattr(options, name)) is not None}
-    return TuneSettings(
-        **{
-            name: readers[name](value) if name in readers else value
-            for name, value in values.items()
-        }
-    )
+    values |= {name: read(values[name]) for name, read in readers.items() if name in values}
+    return TuneSettings(**values)
 
 
 def _print_plans(run: TuneRun, *, goes_on: bool) -> bool:

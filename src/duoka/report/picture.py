@@ -60,14 +60,9 @@ def draw_bars(
     """
     rows = range(len(labels))
     axes.barh(rows, measured, height=2 * _HALF_BAR, color=BLUE, label=names[0])
-    axes.vlines(
-        forecasts,
-        [row - _HALF_MARK for row in rows],
-        [row + _HALF_MARK for row in rows],
-        color=ORANGE,
-        linewidth=3,
-        label=names[1],
-    )
+    lows = [row - _HALF_MARK for row in rows]
+    highs = [row + _HALF_MARK for row in rows]
+    axes.vlines(forecasts, lows, highs, color=ORANGE, linewidth=3, label=names[1])
     axes.set_yticks(rows, labels)
     largest = max((value for value in (*measured, *forecasts) if value == value), default=0.0)
     axes.set(xlim=(0, 1.1 * largest or 1.0), ylim=(len(labels) - 0.5, -0.5))

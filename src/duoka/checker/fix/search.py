@@ -109,13 +109,11 @@ class FixSearch:
             postponed = self._run_round(choices, sources)
             # The faults of postponed searches are still in the report: the next round takes them.
             self.choices = [choice for choice in self.choices if choice not in postponed]
+            given_up = [choice for choice in choices if choice.candidate is None]
             self.late = [
                 fault
                 for fault in self.report.faults
-                if not any(
-                    choice.candidate is None and self._is_left(choice, [fault], sources)
-                    for choice in choices
-                )
+                if not any(self._is_left(choice, [fault], sources) for choice in given_up)
             ]
             if not self.late or self._max_checks <= 0:
                 return

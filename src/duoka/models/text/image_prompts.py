@@ -66,14 +66,11 @@ def images_of(messages: Messages) -> list[Image.Image]:
 
 def joined_pictures(prompts: Sequence[ImagePrompt], dtype: torch.dtype) -> dict[str, Tensor]:
     """Concatenate the image tensors of a batch of prompts; cast floating-point ones to a dtype."""
-    joined = {
-        name: torch.cat([prompt.pictures[name] for prompt in prompts])
-        for name in prompts[0].pictures
-    }
-    return {
-        name: value.to(dtype) if value.is_floating_point() else value
-        for name, value in joined.items()
-    }
+    joined = {}
+    for name in prompts[0].pictures:
+        values = torch.cat([prompt.pictures[name] for prompt in prompts])
+        joined[name] = values.to(dtype) if values.is_floating_point() else values
+    return joined
 
 
 def padded_rows(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:

@@ -62,18 +62,12 @@ def _fractions(pipeline: LayerPipeline, sizes: Sequence[int], tokens: int) -> li
 
     `sizes` are the KV cache bytes per token of each layer.
     """
-    return [
-        min(
-            math.ceil(
-                100
-                * (stage.forecast.weight_bytes + tokens * sum(sizes[stage.start : stage.stop]))
-                / common.total_bytes(stage.device)
-            )
-            / 100,
-            0.99,
-        )
-        for stage in pipeline.stages
-    ]
+    fractions = []
+    for stage in pipeline.stages:
+        needed = stage.forecast.weight_bytes + tokens * sum(sizes[stage.start : stage.stop])
+        percent = math.ceil(100 * needed / common.total_bytes(stage.device))
+        fractions.append(min(percent / 100, 0.99))
+    return fractions
 
 
 def _notes(
@@ -86,12 +80,8 @@ def _notes(
     if sizes is None:
         yield "NOTE: --mem-fraction-static is left to SGLang, which uses one fraction for all GPUs."
     elif len(pipeline.stages) > 1:
-        shares = ", ".join(
-            f"{stage.device.name} {share:.0%}"
-            for stage, share in zip(
-                pipeline.stages, _fractions(pipeline, sizes, tokens), strict=True
-            )
-        )
+        fractions = zip(pipeline.devices, _fractions(pipeline, sizes, tokens), strict=True)
+        shares = ", ".join(f"{device.name} {share:.0%}" for device, share in fractions)
         yield (
             f"SGLang uses one memory fraction for all GPUs. Weights and KV cache need {shares}; "
             "the largest is given, and --max-total-tokens limits the cache of the others to the "

@@ -127,13 +127,8 @@ def pipeline_pins(plan: Plan) -> list[Pins]:
     is_tied = any(reason.kind == "tied" for reason in plan.why)
     begin, end = names[: at[0] + 1], names[at[-1] : len(names) - is_tied]
     gpus = [plan.fleet.device(name) for name in plan.devices]
-    pairs = {
-        (source.product, source.budget_bytes, target.product, target.budget_bytes): (
-            source.name,
-            target.name,
-        )
-        for source, target in permutations(gpus, 2)
-    }
+    kinds = {gpu.name: (gpu.product, gpu.budget_bytes) for gpu in gpus}
+    pairs = {(kinds[name], kinds[peer]): (name, peer) for name, peer in permutations(kinds, 2)}
     return [
         (*zip(begin, repeat(source), strict=False), *zip(end, repeat(target), strict=False))
         for source, target in pairs.values()

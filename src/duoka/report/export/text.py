@@ -27,16 +27,9 @@ class Export:
 
     def __str__(self) -> str:
         """Return the notes as comments, then the text (every tool's syntax has "#" comments)."""
-        lines = [
-            line
-            for note in self.notes
-            for line in textwrap.wrap(
-                printable(" ".join(note.split())),
-                width=_COLUMNS,
-                initial_indent="# ",
-                subsequent_indent="#   ",
-            )
-        ]
+        wrapper = textwrap.TextWrapper(_COLUMNS, initial_indent="# ", subsequent_indent="#   ")
+        notes = [printable(" ".join(note.split())) for note in self.notes]
+        lines = [line for note in notes for line in wrapper.wrap(note)]
         return "\n".join([*lines, self.text])
 
 

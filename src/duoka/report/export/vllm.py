@@ -163,10 +163,8 @@ def _notes(plan: Plan, command: VllmCommand, profile: Profile | None) -> Iterato
         )
         return
     if len(pipeline.stages) > 1:
-        shares = ", ".join(
-            f"{stage.device.name} {format_bytes(size)}"
-            for stage, size in zip(pipeline.stages, command.rank_bytes, strict=True)
-        )
+        sizes_by_rank = zip(pipeline.devices, command.rank_bytes, strict=True)
+        shares = ", ".join(f"{device.name} {format_bytes(size)}" for device, size in sizes_by_rank)
         yield (
             "vLLM gives all ranks the same number of cache blocks. With --kv-cache-memory-bytes "
             f"of the largest share they use {shares}."
