@@ -20,12 +20,9 @@ def installed_version(name: str) -> str | None:
 
 def unmet_requirements() -> list[str]:
     """Describe every missing library, and every version outside its range."""
-    missing = [
-        f"{name} is not installed"
-        for name in _requirements(optional=False)
-        if installed_version(name) is None
-    ]
-    return [*missing, *versions_outside_range(optional=False)]
+    missing = [name for name in _requirements(optional=False) if installed_version(name) is None]
+    texts = [f"{name} is not installed" for name in missing]
+    return [*texts, *versions_outside_range(optional=False)]
 
 
 def versions_outside_range(*, optional: bool) -> list[str]:

@@ -84,11 +84,8 @@ def _costs(report: CheckReport) -> tuple[int, int]:
 
 def _refuse_scripted(subject: Subject) -> None:
     """Raise ModelError if the model contains TorchScript."""
-    scripted = [
-        name
-        for name, module in subject.model.named_modules()
-        if isinstance(module, torch.jit.ScriptModule)
-    ]
+    modules = subject.model.named_modules()
+    scripted = [name for name, module in modules if isinstance(module, torch.jit.ScriptModule)]
     if scripted:
         raise ModelError(
             f"{subject.name} contains TorchScript, which has no Python code to check: "

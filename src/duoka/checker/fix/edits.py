@@ -51,9 +51,8 @@ def _device_argument(call: ast.Call) -> ast.expr | None:
     None if no argument certainly is one.
     """
     if not call.args:
-        return (
-            call.keywords[0].value if call.keywords and call.keywords[0].arg == "device" else None
-        )
+        first = call.keywords[0] if call.keywords else None
+        return first.value if first is not None and first.arg == "device" else None
     is_device = is_literal_device(call.args[0]) or last_name(call.args[0]) == "device"
     return call.args[0] if is_device else None
 

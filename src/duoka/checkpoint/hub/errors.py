@@ -137,15 +137,14 @@ def _translate(error: BaseException, name: HubName) -> CheckpointError | None:
     if isinstance(error, OSError) and error.errno is not None:
         return None
     status, token = _http_status(error), get_token()
+    trouble = "the token is wrong, expired, or lacks permission"
     values = {
         "hub": endpoint(),
         "wanted": name,
         "repo": name.repo,
         "error": str(error) or "no answer in time",
         "status": status,
-        "token": "the token is wrong, expired, or lacks permission"
-        if token
-        else "there is no token",
+        "token": trouble if token else "there is no token",
         "log_in": "" if token else "; for private repositories log in: hf auth login",
         "timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT,
     }

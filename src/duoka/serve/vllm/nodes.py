@@ -59,12 +59,10 @@ def devices_by_node(
     The GPUs are named by their numbers on their machine. Raises UsageError unless the stages are
     as vLLM assigns ranks: the same number on each machine, one machine after another.
     """
-    devices = [stage.device for stage in pipeline.stages]
+    pairs = ((_find_node(device, nodes), device) for device in pipeline.devices)
     parts = [
         (node, tuple(replace(device, name=f"cuda:{number}") for (_, number), device in run))
-        for node, run in groupby(
-            ((_find_node(device, nodes), device) for device in devices), key=lambda part: part[0][0]
-        )
+        for node, run in groupby(pairs, key=lambda part: part[0][0])
     ]
     order = [node for node, _ in parts]
     is_in_order = order[0] == nodes[0] and len(set(order)) == len(order)
