@@ -49,7 +49,8 @@ VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "GPUs that CUDA shows to the process, in this order",
     "CUBLAS_WORKSPACE_CONFIG": "size of cuBLAS's workspace, which the forecast includes",
     "DUOKA_ATTENTION": "gather: the engine gathers keys and values of a paged KV cache before "
-    "attention; flash: it reads 16-bit pages in place without testing that on the GPU first. By "
+    "attention; flash: it reads 16-bit pages in place, and uses CUDA graphs, without comparing "
+    "either with other kernels on the GPU first. By "
     "default in place, if the test succeeds",
     "PYTORCH_ALLOC_CONF": "settings of PyTorch's allocator; the forecast follows "
     "expandable_segments, and settings that it can't model are refused",

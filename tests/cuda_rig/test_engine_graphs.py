@@ -126,6 +126,25 @@ def test_faulty_graphs_are_not_used(
     assert message.startswith("cuda:0: decode steps run without CUDA graphs: ")
     assert expected in message
     assert sum("graph of" in line for line in lines) <= 1  # that of the comparison
+    cached = torch.empty(100 * 2**20, device="cuda:0")
+    reserved_bytes = torch.cuda.memory_reserved()
+    del cached
+    torch.cuda.empty_cache()  # the allocator doesn't record any longer
+    assert torch.cuda.memory_reserved() <= reserved_bytes - 400 * 2**20
+
+
+@pytest.mark.cuda_rig(gpus="1GiB", capability="9.0", processors="132", log=LOG)
+@pytest.mark.parametrize("segments", ["fixed", "expandable"])
+def test_the_pool_is_forecast_with_a_larger_workspace(
+    segments: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Hopper's workspace of 32 MiB has a segment of its own, unless segments grow by 20 MiB."""
+    if segments == "expandable":
+        request.getfixturevalue("expandable_segments")
+    plan = duoka.plan(tuning.write_model("llama", tmp_path / "model"), "H100-SXM", WORK)
+    with Engine(plan):
+        pass
+    assert torch.cuda.max_memory_reserved() == plan.forecast.devices[0].reserved_bytes
 
 
 def test_each_stage_replays_one_graph_per_step(tmp_path: Path) -> None:

@@ -93,9 +93,10 @@ def find_plan(
         with working():
             try:
                 return plan_request(checkpoint, request, fleet, device_map), checkpoint
-            except ModelError:
+            except ModelError as error:
                 if replacement_cache is None:
                     raise
+                note(f"A KV cache per prompt instead of a paged one: {error}")
             workload = replace(request.workload, cache=replacement_cache)
             request = replace(request, workload=workload)
             return plan_request(checkpoint, request, fleet, device_map), checkpoint
@@ -155,7 +156,7 @@ def find_plan_for_requests(
         why_not = "offloaded weights support only fixed batches"
     elif options.images:
         why_not = "prompts with images don't support the paged KV cache"
-    elif options.cache in (None, "int8"):
+    elif options.cache != "dynamic":
         number = options.sequences or options.batch or requests
         served = replace(options, serve=True, sequences=number, batch=None)
         try:

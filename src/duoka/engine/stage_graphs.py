@@ -42,7 +42,7 @@ class KeptTensors:
 
     def outputs(self, logits: Tensor | None) -> list[Tensor]:
         """Return the sent tensors, then the logits if there are any."""
-        return [*self.sent.values(), *([] if logits is None else [logits])]
+        return [*self.sent.values(), *([] if logits is None else [logits.contiguous()])]
 
     def send(self, message: TensorMessage, tensor: Tensor) -> None:
         """See `Channel`."""

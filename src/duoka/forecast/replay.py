@@ -217,7 +217,7 @@ class StageRun:
         self.is_paused = False
         self._passes = replay.passes(self)
         self._has_workspace: set[bool] = set()
-        self._graph_pool = new_memory(None)
+        self._graph_pool = new_memory(None, replay.has_expandable_segments)
         # Keys of the allocations that the last forward pass saved for its backward pass.
         self._saved: tuple[Key, ...] = ()
         # Programs with `device_of`, and those of training, are not shared with other stages.

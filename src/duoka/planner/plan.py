@@ -334,7 +334,13 @@ def _add_later_fields(data: dict[str, Any]) -> None:
     for part in (data, request):
         workload = part.get("workload") if isinstance(part, dict) else None
         if isinstance(workload, dict):
-            added = {"page_tokens": PAGE_TOKENS, "pages_for_batch": False, "cuda_graphs": False}
+            # Graphs take memory that such a plan doesn't count; its request may have them.
+            has_graphs = part is request
+            added = {
+                "page_tokens": PAGE_TOKENS,
+                "pages_for_batch": False,
+                "cuda_graphs": has_graphs,
+            }
             for name, value in added.items():
                 workload.setdefault(name, value)
             generation = workload.get("gpu_generation")

@@ -117,7 +117,8 @@ class SuggestionSearch:
         # Each `_try` suggests the first of its problems with a plan: the change alone, then with
         # another chunk, then with a smaller cache. Quantized weights are combined with a shorter
         # context only if no context fits without them.
-        if self._workload.cache == "dynamic" and not self._workload.images:
+        has_own_cache = self._workload.images or self._problem.constraints.offload
+        if self._workload.cache == "dynamic" and not has_own_cache:
             paged: dict[str, Any] = {"cache": "paged", "pages_for_batch": True}
             yield from self._try("pages", *self._with_any_chunk(**paged))
         shorter = list(self._shorten())

@@ -129,7 +129,7 @@ class PagedModel:
     def _record(self, size: StepSize) -> Recorded:
         """Run a decode step for a graph; return its table and its logits."""
         run, table = self.call_for_graph(size)
-        return [table], [run()]
+        return [table], [run().contiguous()]
 
     def call_for_graph(self, size: StepSize) -> tuple[Callable[[], Tensor], Tensor]:
         """Return a function that calls the model with a decode step, and the step's empty table."""

@@ -16,7 +16,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -88,8 +89,8 @@ class StepGraphs:
         Nothing is computed. An error of CUDA or of `run` is raised.
         """
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
-        pool, stream = self._pool
+            self._pool = torch.cuda.graph_pool_handle()
+        pool, stream = self._pool, _recording_stream(self._device)
         graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -120,12 +121,16 @@ def refuse_difference(computed: Sequence[Tensor], expected: Sequence[Tensor]) ->
             raise ModelError(f"results differ by {float(difference.norm()) / (size or 1):.1%}")
 
 
+@cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which a device's graphs are recorded; cuBLAS has a workspace for it."""
+    return torch.cuda.Stream(device)
+
+
 def _abandon(graph: torch.cuda.CUDAGraph) -> None:
     """End a recording that has failed; CUDA reports once more that it is invalid."""
-    try:
+    with suppress(RuntimeError):
         graph.capture_end()
-    except RuntimeError:
-        return
 
 
 class _Memory:
@@ -143,5 +148,6 @@ class _Memory:
 # this graph is replayed again, so their memory is given back, and only the address is kept.
 def _without_ownership(tensor: Tensor) -> Tensor:
     """Return a tensor over the memory of a contiguous tensor, which may be given back."""
+    assert tensor.is_contiguous(), "a graph's inputs and outputs are contiguous"
     alias = torch.as_tensor(_Memory(tensor), device=tensor.device)
     return alias.view(tensor.dtype).view(tensor.shape)
