@@ -33,18 +33,11 @@ from .blocks import ModuleGroup
 from .boundaries import Moves, observe_calls, replace_calls
 from .memo import BlockMemo, placeholder, producer_of
 from .op_costs import count_bytes, count_flops, launches
-from .recorded import AllocId, PassLog, RecordedPass, RecordedTrace
+from .recorded import AllocId, PassLog, RecordedMicroBatch, RecordedPass, RecordedTrace
 
 
 class ChunkBytes(int):
     """Bytes of an allocation in one chunk of the loss, of `loss_chunk_tokens` tokens."""
-
-
-class RecordedMicroBatch(NamedTuple):
-    """The recorded forward and backward pass of a micro-batch."""
-
-    forward: RecordedPass
-    backward: RecordedPass
 
 
 class _Argument(NamedTuple):

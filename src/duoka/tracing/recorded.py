@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from duoka import virtual
 
@@ -73,6 +73,13 @@ class RecordedPass:
         """Return True if every block has the same number of events in both passes."""
         pairs = zip(self.traces, other.traces, strict=True)
         return all(len(trace.events) == len(same.events) for trace, same in pairs)
+
+
+class RecordedMicroBatch(NamedTuple):
+    """The recorded forward and backward pass of a micro-batch."""
+
+    forward: RecordedPass
+    backward: RecordedPass
 
 
 class PassLog:
