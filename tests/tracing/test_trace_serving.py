@@ -41,7 +41,8 @@ def test_blocks_are_those_of_a_batch(name: str) -> None:
 @pytest.mark.parametrize("cache", ["paged", "paged-int8", "block tables"])
 @pytest.mark.parametrize("name", only(["llama"], ["llama", "gemma2", "gpt_oss", "gemma3_text"]))
 def test_steps_take_what_the_profile_says(name: str, cache: Any) -> None:
-    work = replace(WORK, cache=cache) if cache != "block tables" else replace(WORK, page_tokens=256)
+    work = replace(WORK, cuda_graphs=False)  # which virtual GPUs don't have
+    work = replace(work, **{"page_tokens": 256} if cache == "block tables" else {"cache": cache})
     if cache == "block tables" and not reads_block_tables(families.build(name).config.to_dict()):
         pytest.skip("not in FlashAttention")
     profile = profile_of(name, work)
