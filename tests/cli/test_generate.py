@@ -12,7 +12,7 @@ from transformers import MambaConfig
 
 import duoka
 from duoka.cli.options import ModelOptions, PlanOptions
-from duoka.cli.planning import find_plan, find_plan_to_answer
+from duoka.cli.planning import find_plan, find_plan_for_requests, find_plan_to_answer
 from duoka.errors import ModelError
 from duoka.models import from_checkpoint
 
@@ -57,6 +57,18 @@ def test_pages_for_the_prompts_given(tiny: Path, options: tuple[str, ...], cache
     plan, _ = find_plan_to_answer(ModelOptions(model=str(tiny)), given)
     assert plan.workload.cache == cache
     assert plan.workload.pages == (18 if "paged" in cache else None)  # 3 x 96 tokens, 16 a page
+
+
+@pytest.mark.parametrize("cache", [None, "int8", "paged", "paged-int8"])
+def test_requests_of_a_file_fill_the_memory_with_pages(tiny: Path, cache: str | None) -> None:
+    given = PlanOptions(gpus="virtual:64MiB", context="96", new_tokens="32", cache=cache)
+    model = ModelOptions(model=str(tiny))
+    plan, _, why_not = find_plan_for_requests(model, given, requests=3, batch=2)
+    assert not why_not
+    assert plan.workload.batch == 3
+    assert plan.workload.pages is not None
+    assert plan.workload.pages > 3 * 6
+    assert plan.workload.has_int8_cache == ("int8" in str(cache))
 
 
 def test_a_model_without_pages_has_a_cache_per_prompt(tmp_path: Path) -> None:
