@@ -111,7 +111,6 @@ class PagedModel:
             self.try_out(size)
         self._record_graphs()
 
-    @torch.no_grad()
     def _record_graphs(self) -> None:
         """Record the decode steps of all sizes as CUDA graphs, and compare each with its kernels.
 
@@ -121,10 +120,18 @@ class PagedModel:
             return
         with self._graphs.trying():
             for size in self.cache.capacity.graph_steps():
-                step = self.step(size=size, is_decoding=True)  # with other tokens than recorded
-                expected = self.call(step, self.device)()
-                self._graphs.record(size.tokens, partial(self._record, size))
-                refuse_difference([self.call(step, self.device)()], [expected])
+                refuse_difference(*self.record_graph(size))
+
+    @torch.no_grad()
+    def record_graph(self, size: StepSize) -> tuple[list[Tensor], list[Tensor]]:
+        """Record a decode step as a CUDA graph; return the graph's outputs and its kernels'.
+
+        Both are of a step with other tokens than the recorded one.
+        """
+        step = self.step(size=size, is_decoding=True)
+        expected = self.call(step, self.device)()
+        self._graphs.record(size.tokens, partial(self._record, size))
+        return [self.call(step, self.device)()], [expected]
 
     def _record(self, size: StepSize) -> Recorded:
         """Run a decode step for a graph; return its table and its logits."""
