@@ -72,7 +72,7 @@ def doctor(
     if json:
         print_json({"severity": diagnosis.severity, **to_dict(diagnosis)})
     else:
-        _print_diagnosis(diagnosis)
+        print_diagnosis(diagnosis)
     if diagnosis.severity in _CODES:
         raise typer.Exit(_CODES[diagnosis.severity])
 
@@ -84,7 +84,7 @@ def _plan_model(model: str, options: PlanOptions) -> duoka.Plan:
     return duoka.plan(checkpoint, options.gpus or planning.ALL_GPUS, workload)
 
 
-def _print_diagnosis(diagnosis: Diagnosis) -> None:
+def print_diagnosis(diagnosis: Diagnosis) -> None:
     """Print the findings as a table per group, and a summary line."""
     console = stdout()
     for group, checks in groupby(diagnosis.checks, key=lambda check: check.group):

@@ -106,7 +106,7 @@ def calibrate(fleet: Fleet) -> Calibrated:
         result = Calibration(
             driver=driver,
             torch=calibration.torch_version(),
-            gpus=tuple(map(_measure, _kinds(fleet))),
+            gpus=tuple(map(_measure, kinds(fleet))),
             links=tuple(_measure_links(fleet)),
         )
     except torch.OutOfMemoryError as error:
@@ -179,7 +179,7 @@ def _overhead_bytes(device: Device, dtype: torch.dtype) -> int:
     """Generate, and return the bytes that this process has on a GPU outside torch's allocator."""
     name = device.name
     model = models.build(_CONFIG, dtype=dtype)
-    _load_random_weights(model, name)
+    load_random_weights(model, name)
     with torch.no_grad():
         for batch in (1, 2):
             stepper = Stepper(model, batch, torch.device(name))
@@ -197,15 +197,16 @@ def _overhead_bytes(device: Device, dtype: torch.dtype) -> int:
     return max(total - int(backend.memory_reserved(name)), 0)
 
 
-def _load_random_weights(model: nn.Module, name: str) -> None:
-    """Place a model on a device, and fill its parameters with random values."""
+def load_random_weights(model: nn.Module, name: str) -> None:
+    """Place a model on a device; fill its matrices with random values, all else with ones."""
     place(model, Placement(entries=(("", name),)))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_(std=0.02)
+            is_matrix = parameter.dim() > 1
+            parameter.copy_(0.02 * torch.randn(parameter.shape) if is_matrix else torch.ones(()))
 
 
-def _kinds(fleet: Fleet) -> Iterable[Device]:
+def kinds(fleet: Fleet) -> Iterable[Device]:
     """Return one GPU of each product and memory size."""
     kinds: dict[tuple[str, int | None], Device] = {}
     for device in fleet.devices:
@@ -266,7 +267,7 @@ def launch_time(name: str) -> float:
     step = replay.step_over(1, _PROMPT_TOKENS)
     rules = (profile.kinds[block.kind].traces[step.regime].launches for block in profile.blocks)
     launches = sum(evaluate(rule, step.values) for rule in rules)
-    _load_random_weights(model, name)
+    load_random_weights(model, name)
     stepper = PagedModel(model, replay.capacity, torch.device(name))
     size = StepSize(tokens=1, rows=1, logits=2)
     seconds = median_seconds(lambda: stepper.run(size=size), name)

@@ -93,16 +93,17 @@ def _exchange(drivers: Sequence[Connection], messages: Sequence[Any]) -> list[An
 # ── in the process of a replica ──
 
 
-class _Replica:
-    """A replica of a model, run by an engine in this process."""
+class Replica:
+    """A replica of a model, run by an engine in this process; `options` are the engine's."""
 
-    def __init__(self, plan: Plan, trust_remote_code: bool) -> None:
+    def __init__(self, plan: Plan, trust_remote_code: bool = False, **options: Any) -> None:
         checkpoint = Checkpoint.open(plan.source, trust_remote_code=trust_remote_code)
         tokenizer = tokenizer_of(checkpoint)
         special = set(tokenizer.all_special_ids)
         self._tokens = [token for token in range(tokenizer.vocab_size) if token not in special]
         self._random = random.Random(_SEED)
-        self._engine = Engine(plan, warm_up="largest", trust_remote_code=trust_remote_code)
+        options.setdefault("warm_up", "largest")
+        self._engine = Engine(plan, trust_remote_code=trust_remote_code, **options)
 
     def rates(self, requests: int, prompt_tokens: int, new_tokens: int) -> Rates:
         """Measure the rates of concurrent requests: medians of several rounds after a warm-up."""
@@ -118,6 +119,15 @@ class _Replica:
             many_tokens_per_second=requests * (new_tokens - 1) / decode,
             idle_share=None if math.isnan(idle) else idle,
         )
+
+    def cpu_seconds(self, requests: int, prompt_tokens: int, new_tokens: int) -> float:
+        """Measure the CPU seconds of this process for each decode step of concurrent requests."""
+        seconds = []
+        for number in (1, new_tokens):
+            start = time.process_time()
+            self._seconds(requests, prompt_tokens, number)
+            seconds.append(time.process_time() - start)
+        return max(seconds[1] - seconds[0], 0.0) / (new_tokens - 1)
 
     def _seconds(self, requests: int, prompt_tokens: int, new_tokens: int) -> tuple[float, float]:
         """Return the seconds to generate, and the GPUs' idle share (NaN if unknown)."""
@@ -142,11 +152,11 @@ def main() -> None:
 
 def _serve_requests(driver: Connection) -> None:
     """Answer messages: the plan to load, then (requests, prompt, new tokens), then None to end."""
-    replicas: list[_Replica] = []
+    replicas: list[Replica] = []
 
     def reply() -> object:
         if not replicas:
-            replicas.append(_Replica(*message))
+            replicas.append(Replica(*message))
             return None
         return replicas[0].close() if message is None else replicas[0].rates(*message)
 

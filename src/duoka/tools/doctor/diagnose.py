@@ -66,22 +66,22 @@ def diagnose(
 
 def _examine_all(facts: Facts, model_facts: ModelFacts | None) -> Iterator[Examined]:
     """Run the checks in order; GPU checks need a driver, device checks testable devices."""
-    yield _examine("GPUs", "driver", gpus.check_driver, facts)
+    yield examine("GPUs", "driver", gpus.check_driver, facts)
     if facts.gpus is not None:
-        yield _examine("GPUs", "--gpus", gpus.check_named, facts)
+        yield examine("GPUs", "--gpus", gpus.check_named, facts)
     checks = (*(_GPU_CHECKS if facts.machine is not None else ()), *_HOST_CHECKS)
     if facts.machine is not None or facts.testable:
         say("testing the devices")
         checks += _DEVICE_CHECKS
     for group, name, check in checks:
-        yield _examine(group, name, check, facts)
+        yield examine(group, name, check, facts)
     if model_facts is not None:
-        yield _examine("model", "checkpoint", model.check_whole, model_facts)
-        yield _examine("model", "hashes", model.check_hashes, model_facts)
-        yield _examine("model", "fit", model.check_fit, model_facts, facts)
+        yield examine("model", "checkpoint", model.check_whole, model_facts)
+        yield examine("model", "hashes", model.check_hashes, model_facts)
+        yield examine("model", "fit", model.check_fit, model_facts, facts)
 
 
-def _examine(
+def examine(
     group: str, name: str, check: Callable[..., Iterable[Finding]], *facts: object
 ) -> Examined:
     """Run a check; an exception becomes a finding, so that the other checks still run."""

@@ -150,7 +150,11 @@ def probe(devices: Sequence[Device]) -> Probed:
     about: Mapping[str, Any] = {}
     outcomes: dict[Test, Mapping[str, Any]] = {}
     for _ in range(_MAX_STARTS):
-        lines, ending = _run_tests({"capacities_bytes": capacities, "tests": waiting})
+        lines, ending = run_child(
+            "duoka.tools.doctor.device_tests",
+            {"capacities_bytes": capacities, "tests": waiting},
+            _START_SECONDS + _TEST_SECONDS * len(waiting),
+        )
         if not lines:
             return Probed(torch=about or {"error": ending}, outcomes=outcomes)
         about = about or lines[0]
@@ -163,10 +167,14 @@ def probe(devices: Sequence[Device]) -> Probed:
     return Probed(torch=about, outcomes=outcomes)
 
 
-def _run_tests(request: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """Run a test process; return its complete lines, and its failure as text or ""."""
-    seconds = _START_SECONDS + _TEST_SECONDS * len(request["tests"])
-    command = [sys.executable, "-m", "duoka.tools.doctor.device_tests", json.dumps(request)]
+def run_child(
+    module: str, request: Mapping[str, Any], seconds: int
+) -> tuple[list[dict[str, Any]], str]:
+    """Run a module as a child process with a request in JSON, for at most `seconds`.
+
+    Returns its complete lines of JSON, and its failure as text or "".
+    """
+    command = [sys.executable, "-m", module, json.dumps(request)]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds, check=False
