@@ -30,6 +30,7 @@ from .gpus import gpus
 from .groups import Debug
 from .plan import plan
 from .plot import plot
+from .selftest import selftest
 from .serve import serve
 from .terminal import note
 from .top import top
@@ -63,7 +64,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _OF_A_MODEL = plan, compare, check, generate, chat, serve, tune, plot
-_OF_A_MACHINE = gpus, doctor, top, bench, demo, completion
+_OF_A_MACHINE = gpus, doctor, selftest, top, bench, demo, completion
 for command in _OF_A_MODEL + _OF_A_MACHINE:
     app.command()(command)
 

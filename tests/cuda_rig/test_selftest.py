@@ -1,0 +1,126 @@
+"""`duoka selftest` on GPUs with and without planted defects."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from duoka.checkpoint.checkpoint import Checkpoint  # noqa: F401  (imported before a test's fork)
+from duoka.cli.main import run
+from duoka.tools.doctor import Examined
+from duoka.tools.selftest import run as parts
+
+pytestmark = pytest.mark.cuda_rig(gpus="2GiB,2GiB", context="40MiB", peers=1, copy_limit="1GiB")
+
+# Numbers in the self-test's processes: all in those that compare numbers, small ones in the others.
+VALUES = """
+import os, sys
+modules = "duoka.tools.doctor.device_tests", "duoka.tools.selftest", "duoka.tuner"
+if set(modules) & set(sys.orig_argv):
+    from cuda_rig.values import values
+    compares = '"kernels"' in sys.orig_argv[-1] or '"matrix"' in sys.orig_argv[-1]
+    values(**({"most": None} if compares else {})).__enter__()
+"""
+WRONG_GRAPHS = """
+if '"kernels"' in sys.orig_argv[-1]:
+    from duoka.runtime.call import paged_model
+    paged_model.fill = lambda table, numbers: table.zero_()
+"""
+# Copies that are computed would arrive.
+WITHOUT_DOCTOR = VALUES.replace("duoka.tools.doctor.device_tests", "")
+CRASH = """
+if '"kernels"' in sys.orig_argv[-1]:
+    from duoka.tools.selftest import kernels
+    kernels.read_rate = lambda *arguments: os._exit(3)
+"""
+Findings = dict[str, list[dict[str, Any]]]
+
+
+def selftest(
+    path: Path, monkeypatch: pytest.MonkeyPatch, customize: str = VALUES
+) -> tuple[int, Findings]:
+    """Run the command; return its exit code, and the findings of each part."""
+    (path / "sitecustomize.py").write_text(customize)
+    paths = [str(path), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    file = path / "selftest.json"
+    code = run(["selftest", "--quick", "--out", str(file)])
+    text = file.read_text()
+    assert str(path.parent) not in text
+    assert "GPU-" not in text
+    checks = json.loads(text)["checks"]
+    return code, {f"{check['group']}: {check['name']}": check["findings"] for check in checks}
+
+
+def errors(findings: Findings) -> list[str]:
+    return [
+        f"{name}: {each['text']}"
+        for name, part in findings.items()
+        for each in part
+        if each["severity"] == "error"
+    ]
+
+
+@pytest.fixture
+def _only_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the workloads out."""
+    run_part = parts._run_part
+
+    def run_if_kernels(group: str, name: str, *arguments: Any, **options: Any) -> Examined:
+        if name == "kernels":
+            return run_part(group, name, *arguments, **options)
+        return Examined(group=group, name=name, findings=())
+
+    monkeypatch.setattr(parts, "_run_part", run_if_kernels)
+
+
+def test_memory_is_as_forecast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, findings = selftest(tmp_path, monkeypatch)
+    out = capfd.readouterr().out
+    assert (code, errors(findings)) == (0, [])
+    for gpus in ("1 GPU: cuda:0", "2 GPUs: cuda:0, cuda:1"):
+        for part in ("engine", "engine --no-graphs", "tune"):
+            figures = [each["figures"] for each in findings[f"{gpus}: {part}"]]
+            reserved = [each for each in figures if each.get("kind") == "reserved"]
+            assert len(reserved) == (1 if gpus.startswith("1") else 2)
+            for each in reserved:
+                assert each["measured_bytes"] == each["forecast_bytes"]
+        assert gpus in out
+    outside = [each["figures"] for each in findings["1 GPU: cuda:0: engine"]]
+    (figures,) = (each for each in outside if each.get("kind") == "outside PyTorch")
+    assert figures["measured_bytes"] == 40 * 2**20  # RIG_CONTEXT
+    assert "CUDA graphs of decode steps differ from eager steps by 0.00%" in " ".join(out.split())
+
+
+@pytest.mark.usefixtures("_only_numbers")
+@pytest.mark.cuda_rig(bad_peers="0>1=zeros")
+def test_copies_that_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, findings = selftest(tmp_path, monkeypatch, WITHOUT_DOCTOR)
+    assert code == 13
+    wrong = [error for error in errors(findings) if "matrix product" not in error]
+    assert wrong == ["numbers: copies: cuda:0 → cuda:1: zeros arrive"]
+
+
+@pytest.mark.usefixtures("_only_numbers")
+def test_graphs_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, findings = selftest(tmp_path, monkeypatch, VALUES + WRONG_GRAPHS)
+    assert code == 13
+    wrong = errors(findings)
+    assert len(wrong) == 2
+    for number, text in enumerate(wrong):
+        assert text.startswith(f"numbers: kernels: cuda:{number}: ")
+        assert "CUDA graphs of decode steps differ from eager steps by" in text
+
+
+@pytest.mark.usefixtures("_only_numbers")
+def test_a_part_that_crashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, findings = selftest(tmp_path, monkeypatch, VALUES + CRASH)
+    (error,) = errors(findings)
+    assert code == 13
+    assert error.startswith("numbers: kernels: its process ended with 3")
