@@ -15,6 +15,8 @@
 - Ten pairs of a model and a workload, forecast and measured, allocated and reserved; several stages
   on one card, each under a cap of its own budget (`gpu_pairs.py`).
 
+`duoka selftest` is the short form of it, for any machine's GPUs.
+
 Without a CUDA GPU it says so and ends well. ``--rehearse`` runs all of it on virtual GPUs, small.
 """
 
@@ -35,20 +37,19 @@ from typing import Any
 import gpu_engine
 import gpu_pairs
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 import duoka
-from duoka import models
 from duoka.base.serialization import to_dict
 from duoka.hardware.device import Device
 from duoka.models.cache_argument import CACHE
-from duoka.models.conversion import published_tensors
 from duoka.planner.placement import Placement
 from duoka.runtime import devices
 from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.dispatch import dispatch, undispatch
 from duoka.tools.bench.calibrate import calibrate
+from duoka.tools.selftest.checkpoint import write_random_weights
 
 REFERENCES = ("chatglm3-6b-tiny", "chatglm3-6b-128k-tiny", "glm-4-9b-tiny")
 # The published shape of GLM-4-9B; the small one has the same parts.
@@ -70,7 +71,6 @@ SHAPES: dict[str, dict[str, int]] = {
         "padded_vocab_size": 512,
     },
 }
-SHARD_BYTES = 2 * 2**30
 GIB = 2**30
 
 
@@ -172,7 +172,7 @@ def reference(
 
 
 def write_checkpoint(folder: Path, size: str) -> None:
-    """Random weights under the published names, a shard at a time."""
+    """Random weights under the published names."""
     config = {
         "model_type": "chatglm",
         "architectures": ["ChatGLMModel"],
@@ -187,22 +187,7 @@ def write_checkpoint(folder: Path, size: str) -> None:
     }
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
-    shard: dict[str, torch.Tensor] = {}
-    weight_map: dict[str, str] = {}
-
-    def flush() -> None:
-        name = f"model-{len(set(weight_map.values())) + 1:05}-of-00000.safetensors"
-        save_file(shard, folder / name)
-        weight_map.update(dict.fromkeys(shard, name))
-        shard.clear()
-
-    for name, tensor in published_tensors(models.build(config, dtype=torch.bfloat16)).items():
-        shard[name] = torch.empty(tensor.shape, dtype=torch.bfloat16).normal_(std=0.02)
-        if sum(item.nbytes for item in shard.values()) > SHARD_BYTES:
-            flush()
-    flush()
-    index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_random_weights(folder, config)
 
 
 def large(path: Path, device: str, options: argparse.Namespace) -> dict[str, Any]:

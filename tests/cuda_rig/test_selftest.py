@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cuda_rig(gpus="2GiB,2GiB", context="40MiB", peers=1, co
 # Numbers in the self-test's processes: all in those that compare numbers, small ones in the others.
 VALUES = """
 import os, sys
-modules = "duoka.tools.doctor.device_tests", "duoka.tools.selftest", "duoka.tuner"
+modules = "duoka.tools.doctor.device_tests", "duoka.tools.selftest.parts", "duoka.tuner"
 if set(modules) & set(sys.orig_argv):
     from cuda_rig.values import values
     compares = '"kernels"' in sys.orig_argv[-1] or '"matrix"' in sys.orig_argv[-1]
@@ -34,8 +34,8 @@ if '"kernels"' in sys.orig_argv[-1]:
 WITHOUT_DOCTOR = VALUES.replace("duoka.tools.doctor.device_tests", "")
 CRASH = """
 if '"kernels"' in sys.orig_argv[-1]:
-    from duoka.tools.selftest import kernels
-    kernels.read_rate = lambda *arguments: os._exit(3)
+    from duoka.tools.selftest import parts
+    parts.load_random_weights = lambda *arguments: os._exit(3)
 """
 Findings = dict[str, list[dict[str, Any]]]
 
@@ -65,15 +65,19 @@ def errors(findings: Findings) -> list[str]:
     ]
 
 
+def figures_of(findings: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {each["figures"].get("name", ""): each["figures"] for each in findings}
+
+
 @pytest.fixture
 def _only_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the workloads out."""
     run_part = parts._run_part
 
-    def run_if_kernels(group: str, name: str, *arguments: Any, **options: Any) -> Examined:
-        if name == "kernels":
-            return run_part(group, name, *arguments, **options)
-        return Examined(group=group, name=name, findings=())
+    def run_if_kernels(part: str, group: str, *arguments: Any, **options: Any) -> Examined:
+        if part == "kernels":
+            return run_part(part, group, *arguments, **options)
+        return Examined(group=group, name=part, findings=())
 
     monkeypatch.setattr(parts, "_run_part", run_if_kernels)
 
@@ -84,18 +88,19 @@ def test_memory_is_as_forecast(
     code, findings = selftest(tmp_path, monkeypatch)
     out = capfd.readouterr().out
     assert (code, errors(findings)) == (0, [])
-    for gpus in ("1 GPU: cuda:0", "2 GPUs: cuda:0, cuda:1"):
-        for part in ("engine", "engine --no-graphs", "tune"):
-            figures = [each["figures"] for each in findings[f"{gpus}: {part}"]]
-            reserved = [each for each in figures if each.get("kind") == "reserved"]
-            assert len(reserved) == (1 if gpus.startswith("1") else 2)
-            for each in reserved:
-                assert each["measured_bytes"] == each["forecast_bytes"]
-        assert gpus in out
-    outside = [each["figures"] for each in findings["1 GPU: cuda:0: engine"]]
-    (figures,) = (each for each in outside if each.get("kind") == "outside PyTorch")
-    assert figures["measured_bytes"] == 40 * 2**20  # RIG_CONTEXT
-    assert "CUDA graphs of decode steps differ from eager steps by 0.00%" in " ".join(out.split())
+    for gpus in ("cuda:0", "cuda:0 + cuda:1"):
+        for part in ("{}, CUDA graphs: engine", "{}, --no-graphs: engine", "{}: tune"):
+            figures = figures_of(findings[part.format(gpus)])
+            for gpu in gpus.split(" + "):
+                reserved = figures[f"{gpu} reserved"]
+                assert reserved["measured_bytes"] == reserved["forecast_bytes"]
+    outside = figures_of(findings["cuda:0, CUDA graphs: engine"])["cuda:0 outside PyTorch"]
+    assert outside["measured_bytes"] == 40 * 2**20  # RIG_CONTEXT
+    assert figures_of(findings["cuda:1: kernels"])["CUDA graphs"] == {
+        "name": "CUDA graphs",
+        "difference_from_eager": 0,
+    }
+    assert "cuda:0 + cuda:1, CUDA graphs" in out
 
 
 @pytest.mark.usefixtures("_only_numbers")
@@ -114,13 +119,12 @@ def test_graphs_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     wrong = errors(findings)
     assert len(wrong) == 2
     for number, text in enumerate(wrong):
-        assert text.startswith(f"numbers: kernels: cuda:{number}: ")
-        assert "CUDA graphs of decode steps differ from eager steps by" in text
+        assert text.startswith(f"cuda:{number}: kernels: CUDA graphs: difference from eager ")
 
 
 @pytest.mark.usefixtures("_only_numbers")
 def test_a_part_that_crashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, findings = selftest(tmp_path, monkeypatch, VALUES + CRASH)
-    (error,) = errors(findings)
     assert code == 13
-    assert error.startswith("numbers: kernels: its process ended with 3")
+    for number, text in enumerate(errors(findings)):
+        assert text.startswith(f"cuda:{number}: kernels: its process ended with 3")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-import duoka
 from duoka.base.progress import say_import
 
 from . import planning
@@ -17,38 +17,33 @@ from .groups import with_groups
 from .options import PlanOptions
 from .terminal import check_file, working, write_file
 
+_PATH = re.compile(r"(?<![\w.)])~?/[^\s'\",:;]+")
+
 
 @with_groups
 def selftest(
     options: Annotated[PlanOptions, ("gpus",)],
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Use a tiny model: numbers and memory, no speeds.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Use a tiny model.")] = False,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write the self-test as JSON, to attach to a report; names, paths and UUIDs are "
-            "removed.",
-        ),
+        typer.Option(metavar="FILE", help="Write a JSON report without names, paths and UUIDs."),
     ] = None,
 ) -> None:
-    """Test duoka on this machine's GPUs: right numbers, forecast memory, and speed.
+    """Test duoka on this machine's GPUs: numbers, memory beside the forecast, and speed.
 
     [bold]duoka selftest[/]
 
     [bold]duoka selftest[/] --gpus 0 --out selftest.json
     """
-    check_file(out, "the self-test")
-    gpus = options.gpus or planning.ALL_GPUS
-    duoka.Fleet.parse(gpus)  # refuses missing GPUs before torch is imported
+    check_file(out, "the report")
     with working():
         say_import("torch")
-        from duoka.tools import selftest as tool
+        from duoka.tools.doctor import bundle
+        from duoka.tools.selftest.run import run_selftest
 
-        diagnosis = tool.selftest(gpus, quick=quick)
+        diagnosis = run_selftest(options.gpus or planning.ALL_GPUS, quick=quick)
     if out is not None:
-        write_file(out, tool.to_report(diagnosis, redact))
+        write_file(out, bundle(diagnosis, lambda text: _PATH.sub("***", redact(text))))
     print_diagnosis(diagnosis)
     if diagnosis.severity == "error":
         raise typer.Exit(NOT_OK)

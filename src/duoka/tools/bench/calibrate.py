@@ -41,7 +41,7 @@ from duoka.tracing import TraceSpec, trace_serving
 Call = Callable[[], object]
 
 # A small model to generate with; its head size allows fused attention.
-_CONFIG = {
+CONFIG = {
     "model_type": "glm",
     "hidden_size": 512,
     "num_hidden_layers": 2,
@@ -56,7 +56,7 @@ _CONFIG = {
 _PROMPT_TOKENS = 64
 _NEW_TOKENS = 4
 # The kernels of this model compute so little that a step takes little more than its launches.
-_SMALL_CONFIG = _CONFIG | {"hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 128}
+_SMALL_CONFIG = CONFIG | {"hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 128}
 _SMALL_WORK = Workload(
     cache="paged",
     prompt_tokens=_PROMPT_TOKENS,
@@ -178,7 +178,7 @@ def _measure(device: Device) -> GpuFigures:
 def _overhead_bytes(device: Device, dtype: torch.dtype) -> int:
     """Generate, and return the bytes that this process has on a GPU outside torch's allocator."""
     name = device.name
-    model = models.build(_CONFIG, dtype=dtype)
+    model = models.build(CONFIG, dtype=dtype)
     load_random_weights(model, name)
     with torch.no_grad():
         for batch in (1, 2):

@@ -11,18 +11,9 @@ An exception in a check becomes a finding, and the other checks still run.
 - `bundle`: a report to attach to an issue, without names and secrets
 """
 
-from .bundle import bundle, to_masked_json
-from .diagnose import Diagnosis, Examined, diagnose, examine
+from .bundle import bundle
+from .diagnose import Diagnosis, Examined, diagnose
 from .facts import Finding
 from .model import ModelFacts
 
-__all__ = [
-    "Diagnosis",
-    "Examined",
-    "Finding",
-    "ModelFacts",
-    "bundle",
-    "diagnose",
-    "examine",
-    "to_masked_json",
-]
+__all__ = ["Diagnosis", "Examined", "Finding", "ModelFacts", "bundle", "diagnose"]

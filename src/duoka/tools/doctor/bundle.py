@@ -46,11 +46,6 @@ def bundle(diagnosis: Diagnosis, redact: Callable[[str], str]) -> str:
         "libraries": installed_libraries(),
         **to_dict(diagnosis),
     }
-    return to_masked_json(report, redact)
-
-
-def to_masked_json(report: Any, redact: Callable[[str], str]) -> str:
-    """Return a report as JSON, with identifying names masked; see `bundle`."""
     home = os.path.expanduser("~")  # noqa: PTH111 (Path.home raises where there is none)
     names = {socket.gethostname(), Path(home).name}
     names |= {os.environ.get(name, "") for name in ("HOSTNAME", "USER", "LOGNAME", "SUDO_USER")}
