@@ -93,7 +93,7 @@ def _exchange(drivers: Sequence[Connection], messages: Sequence[Any]) -> list[An
 # ── in the process of a replica ──
 
 
-class Replica:
+class ReplicaEngine:
     """A replica of a model, run by an engine in this process; `options` are the engine's."""
 
     def __init__(self, plan: Plan, trust_remote_code: bool = False, **options: Any) -> None:
@@ -152,11 +152,11 @@ def main() -> None:
 
 def _serve_requests(driver: Connection) -> None:
     """Answer messages: the plan to load, then (requests, prompt, new tokens), then None to end."""
-    replicas: list[Replica] = []
+    replicas: list[ReplicaEngine] = []
 
     def reply() -> object:
         if not replicas:
-            replicas.append(Replica(*message))
+            replicas.append(ReplicaEngine(*message))
             return None
         return replicas[0].close() if message is None else replicas[0].rates(*message)
 

@@ -26,7 +26,7 @@ from duoka.hardware.fleet import Fleet
 from duoka.runtime.call import step_graphs, try_attention
 from duoka.runtime.call.paged_model import PagedModel
 from duoka.tools.bench.calibrate import CONFIG, load_random_weights, read_rate
-from duoka.tools.bench.measure import Replica
+from duoka.tools.bench.measure import ReplicaEngine
 from duoka.tools.doctor.diagnose import examine
 from duoka.tools.doctor.facts import Finding
 from duoka.tuner.settings import TuneSettings
@@ -98,7 +98,9 @@ def check_engine(fleet: Fleet, directory: str, graphs: bool) -> Iterator[Finding
     plan = duoka.plan(directory, fleet, work, use_all=True)
     stages = {stage.device: stage for stage in plan.forecast.devices}
     used_before, times = _used_bytes(), [time.perf_counter()]
-    replica = Replica(plan, warm_up="every", progress=lambda *_: times.append(time.perf_counter()))
+    replica = ReplicaEngine(
+        plan, warm_up="every", progress=lambda *_: times.append(time.perf_counter())
+    )
     times += [time.perf_counter()] * (len(times) == 1)  # processes of GPUs report no progress
     size = sum(stage.weight_bytes for stage in stages.values())
     yield _row("proof and loading", weight_bytes=size, seconds=times[-1] - times[0])
@@ -128,10 +130,10 @@ def check_tuning(fleet: Fleet, directory: str) -> Iterator[Finding]:
     report = duoka.tune(directory, data, fleet, save=save, settings=settings, replicas=1).report
     assert report is not None, "a step was run"
     yield _row("LoRA step", seconds=report.step_seconds)
-    for each in report.devices:
+    for peaks in report.devices:
         for kind in ("allocated", "reserved"):
-            sizes = (getattr(each, f"{prefix}{kind}_bytes") for prefix in ("forecast_", ""))
-            yield _compare(each.device, kind, *sizes)
+            sizes = (getattr(peaks, f"{prefix}{kind}_bytes") for prefix in ("forecast_", ""))
+            yield _compare(peaks.device, kind, *sizes)
 
 
 def _used_bytes() -> dict[str, int]:
