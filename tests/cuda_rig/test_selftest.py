@@ -93,7 +93,8 @@ def test_memory_is_as_forecast(
             figures = figures_of(findings[part.format(gpus)])
             for gpu in gpus.split(" + "):
                 reserved = figures[f"{gpu} reserved"]
-                assert reserved["measured_bytes"] == reserved["forecast_bytes"]
+                unused_bytes = reserved["forecast_bytes"] - reserved["measured_bytes"]
+                assert 0 <= unused_bytes <= (2 * 2**20 if "tune" in part else 0)
     outside = figures_of(findings["cuda:0, CUDA graphs: engine"])["cuda:0 outside PyTorch"]
     assert outside["measured_bytes"] == 40 * 2**20  # RIG_CONTEXT
     assert figures_of(findings["cuda:1: kernels"])["CUDA graphs"] == {
