@@ -34,8 +34,8 @@ if '"kernels"' in sys.orig_argv[-1]:
 WITHOUT_DOCTOR = VALUES.replace("duoka.tools.doctor.device_tests", "")
 CRASH = """
 if '"kernels"' in sys.orig_argv[-1]:
-    from duoka.tools.selftest import parts
-    parts.load_random_weights = lambda *arguments: os._exit(3)
+    from duoka.runtime.call.paged_model import PagedModel
+    PagedModel.start = lambda self: os._exit(3)
 """
 Findings = dict[str, list[dict[str, Any]]]
 
