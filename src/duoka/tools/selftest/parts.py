@@ -29,7 +29,6 @@ from duoka.tools.bench.calibrate import CONFIG, load_random_weights, read_rate
 from duoka.tools.bench.measure import ReplicaEngine
 from duoka.tools.doctor.diagnose import examine
 from duoka.tools.doctor.facts import Finding
-from duoka.tuner.settings import TuneSettings
 
 _MOST_UNDER = 0.001  # of a forecast
 _CAPACITY = Capacity(
@@ -125,7 +124,7 @@ def check_engine(fleet: Fleet, directory: str, graphs: bool) -> Iterator[Finding
 
 def check_tuning(fleet: Fleet, directory: str) -> Iterator[Finding]:
     """Run a step of LoRA fine-tuning, and compare its memory with the forecast."""
-    settings = TuneSettings(steps=1, batch=2 * len(fleet.devices), seq_length=_SEQ_LENGTH)
+    settings = duoka.TuneSettings(steps=1, batch=2 * len(fleet.devices), seq_length=_SEQ_LENGTH)
     save, data = Path(directory, f"run {' '.join(fleet.names)}"), Path(directory, "text.jsonl")
     report = duoka.tune(directory, data, fleet, save=save, settings=settings, replicas=1).report
     assert report is not None, "a step was run"
