@@ -67,7 +67,7 @@ def test_the_numbers_of_the_test_tell_masks_and_pages_apart() -> None:
     """A kernel without the window, or with another page, is far beyond the tolerance."""
     right = try_attention._attend("cpu", 64, 0)
     for other in (try_attention._attend("cpu", 64, 100), right.roll(1, 0)):
-        assert (other - right).norm() / right.norm() > 10 * try_attention._TOLERANCE
+        assert (other - right).norm() / right.norm() > 10 * try_attention.TOLERANCE
     assert right.isfinite().all()
 
 
