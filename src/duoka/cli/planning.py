@@ -18,15 +18,7 @@ from duoka.checkpoint.architecture import refuse_unbuildable
 from duoka.checkpoint.config import is_for_transformers4
 from duoka.checkpoint.tokenizer_files import refuse_unreadable
 from duoka.errors import CheckpointError, ModelError, UsageError
-from duoka.forecast.workload import (
-    BATCH_CACHES,
-    CACHES,
-    PAGED_CACHES,
-    Cache,
-    Training,
-    read_dtype,
-    read_quantization,
-)
+from duoka.forecast.workload import CACHES, Cache, Training, read_dtype, read_quantization
 from duoka.hardware.parse import devices_in
 from duoka.planner.constraints import STRATEGIES, Constraints, Strategy, strategy_of
 from duoka.planner.device_map import DeviceMap
@@ -128,13 +120,11 @@ def find_plan_to_answer(
     The cache has the pages of `batch` full contexts. Prompts with images, offloaded weights, and
     models whose layers can't read pages get a cache per sequence.
     """
-    if options.plan_file is not None or options.images or options.offload:
+    has_own_cache = options.images or options.offload or options.cache not in (None, "int8")
+    if options.plan_file is not None or has_own_cache:
         return find_plan(model, options, to_run=True)
-    paged: dict[str | None, Cache] = {None: "paged", "int8": "paged-int8"}
-    if options.cache not in paged:
-        return find_plan(model, options, to_run=True)
-    cache = choose("cache", options.cache or "dynamic", BATCH_CACHES)
-    options = replace(options, cache=paged[options.cache])
+    cache: Cache = "int8" if options.cache else "dynamic"
+    options = replace(options, cache="paged-int8" if options.cache else "paged")
     return find_plan(model, options, to_run=True, replacement_cache=cache)
 
 
@@ -347,7 +337,7 @@ def read_workload(
         beside = "a prompt without images"
         options.refuse("image_size", "vision_batch", beside=beside, hint="add --images N")
     cache = _read_cache(options)
-    if cache in PAGED_CACHES:
+    if cache.startswith("paged"):
         options.refuse("offload", beside=f"--cache {cache}", hint="use --cache dynamic")
     context, new = _tokens(options, training, limit)
     width, height = parse_pixels(options.image_size or IMAGE_SIZE)

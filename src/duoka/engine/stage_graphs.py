@@ -36,9 +36,9 @@ class KeptTensors:
         channel: Channel | None = None,
         inputs: dict[int, Tensor] | None = None,
     ) -> None:
-        self.received: dict[int, Tensor] = {}
+        self.received: dict[int, Tensor] = {} if inputs is None else inputs
         self.sent: dict[int, Tensor] = {}
-        self._device, self._channel, self._inputs = device, channel, inputs or {}
+        self._device, self._channel = device, channel
 
     def outputs(self, logits: Tensor | None) -> list[Tensor]:
         """Return the sent tensors, then the logits if there are any."""
@@ -56,10 +56,9 @@ class KeptTensors:
             tensor = self._channel.receive(message, sizes, dtype)
             self.received[message.transfer] = tensor.clone()  # model code may change its tensor
             return tensor
-        if message.transfer not in self._inputs:
-            self._inputs[message.transfer] = torch.empty(sizes, dtype=dtype, device=self._device)
-        self.received[message.transfer] = self._inputs[message.transfer]
-        return self._inputs[message.transfer]
+        if message.transfer not in self.received:
+            self.received[message.transfer] = torch.empty(sizes, dtype=dtype, device=self._device)
+        return self.received[message.transfer]
 
 
 class StageGraphs:
@@ -106,7 +105,8 @@ class StageGraphs:
         with self._graphs.trying():
             empty = KeptTensors(self._device)
             key = stage, step.num_tokens
-            self._graphs.record(key, lambda: self._record(step.size, empty, make(empty)))
+            size = StepSize(tokens=step.num_tokens, rows=1, logits=len(step.last_rows))
+            self._graphs.record(key, lambda: self._record(size, empty, make(empty)))
             self._transfers[key] = [*empty.received], [*empty.sent]
             replayed = KeptTensors(self._device, inputs=tensors.received)
             result = self.forward(stage, step, make(replayed))

@@ -28,7 +28,8 @@ from .workload import Workload, refuse_short
 class ForecastStep:
     """A call of the model: its phase, its sizes and the index of its regime.
 
-    `values` are the arguments of rules in this step (`Profile.values`).
+    `values` are the arguments of rules in this step (`Profile.values`). A step that `is_graph` is
+    recorded as a CUDA graph, which doesn't sample tokens.
     """
 
     phase: Phase
@@ -36,6 +37,7 @@ class ForecastStep:
     keys: int
     regime: int
     values: tuple[int, ...]
+    is_graph: bool = False
 
 
 class AllocEvents:
@@ -97,10 +99,6 @@ class AllocEvents:
     def key_of(self, block: int, ref: Ref, step: int) -> Key:
         """Return the key of the allocation that a reference in a block's trace means."""
         return self.profile.key_of(block, ref, self.steps[step].regime)
-
-    def is_graph(self, step: int) -> bool:
-        """Return True if a step is recorded as a CUDA graph, which doesn't sample tokens."""
-        return False
 
     def is_backward(self, step: int) -> bool:
         """Return True if a step is the backward pass of a micro-batch."""

@@ -223,7 +223,7 @@ class StageCompiler:
         retained = frozenset(trace.retained)
         caches: list[int | None] = [*self._caches[block]]
         new_caches: list[int] = []
-        end = trace.sampling_at if events.is_graph(self.step) else None
+        end = trace.sampling_at if events.steps[self.step].is_graph else None
         for position, ref in enumerate(trace.events[:end]):
             if position == trace.matmul_at:
                 self._take_workspace()

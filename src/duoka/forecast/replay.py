@@ -71,6 +71,8 @@ class Replay(AllocEvents):
             peaks = stage_run.run(usable_bytes)
         except OutOfCapacity:
             return None
+        if capacity_bytes is not None and peaks.reserved_bytes > capacity_bytes:
+            return None  # with the pool of CUDA graphs
         if stage_run.is_paused:
             self._paused[key] = stage_run
         return peaks
@@ -201,7 +203,7 @@ class StageRun:
         capacity: int | None,
         device_of: Sequence[str] | None,
     ) -> None:
-        self.replay, self.device_of, self._capacity = replay, device_of, capacity
+        self.replay, self.device_of = replay, device_of
         profile = replay.profile
         self.blocks = sorted(blocks)
         self.kinds = [profile.kinds[profile.blocks[block].kind] for block in self.blocks]
@@ -229,11 +231,6 @@ class StageRun:
     def reserved_bytes(self) -> int:
         """The peak of the reserved bytes, with those of CUDA graphs."""
         return self.memory.max_reserved + self._graph_pool.max_reserved
-
-    @property
-    def is_full(self) -> bool:
-        """True if the reserved bytes, with those of CUDA graphs, exceed the capacity."""
-        return self._capacity is not None and self.reserved_bytes > self._capacity
 
     def run(self, usable_bytes: float = inf) -> StageBytes:
         """Replay passes until one reserves more than the usable bytes, and return the peaks."""
@@ -271,7 +268,7 @@ class StageRun:
         is_backward = replay.is_backward(step)
         workspace = 0 if is_backward in self._has_workspace else replay.workspace_bytes
         # Steps of one regime with equal numbers of caches run the same code with other sizes.
-        regime = replay.steps[step].regime, replay.is_graph(step)
+        regime = replay.steps[step].regime, replay.steps[step].is_graph
         key = (self._signature, workspace, *regime, self.num_kept)
         if key not in self._programs:
             compiler = StageCompiler(

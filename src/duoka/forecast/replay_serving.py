@@ -6,6 +6,7 @@ For seconds, it also makes steps with the work of given requests.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from .alloc_events import ForecastStep
 from .allocator import OutOfCapacity
@@ -57,6 +58,7 @@ class ServingReplay(Replay):
         *,
         pairs: int | None = None,
         is_first: bool = False,
+        is_graph: bool = False,
     ) -> ForecastStep:
         """Return a step of this size; by default with the most gathered tokens (for memory)."""
         phase: Phase = "start" if is_first else "serve"
@@ -70,16 +72,8 @@ class ServingReplay(Replay):
         )
         tokens = size.tokens
         regime = self.profile.regime_of(phase, batch=1, query=tokens, keys=tokens)
-        return ForecastStep(phase=phase, query=tokens, keys=tokens, regime=regime, values=values)
-
-    def is_graph(self, step: int) -> bool:
-        """See `AllocEvents`."""
-        return step >= self._first_graph
-
-    @property
-    def _first_graph(self) -> int:
-        """The index of the first step that is recorded as a CUDA graph."""
-        return len(self.steps) - (0 if self.brief else len(self.capacity.graph_steps()))
+        step = ForecastStep(phase=phase, query=tokens, keys=tokens, regime=regime, values=values)
+        return replace(step, is_graph=is_graph)
 
     def passes(self, stage: StageRun) -> Iterator[None]:
         """Run the first step, then rounds of all step sizes until a round adds no segment.
@@ -91,13 +85,14 @@ class ServingReplay(Replay):
         # steps in any order find the same segments.
         stage.run_pass(0)
         memory, reserved = stage.memory, -1
-        first_graph = self._first_graph
+        numbers = range(1, len(self.steps))
         while reserved < memory.max_reserved:
             reserved = memory.max_reserved
-            for step in range(1, first_graph):
-                stage.run_pass(step)
+            for step in numbers:
+                if not self.steps[step].is_graph:
+                    stage.run_pass(step)
             yield
-        stage.record_graphs(range(first_graph, len(self.steps)))
+        stage.record_graphs(step for step in numbers if self.steps[step].is_graph)
         yield
-        if memory.is_pressed or stage.is_full:  # a later step may need returned segments again
+        if memory.is_pressed:  # a later step may need returned segments again
             raise OutOfCapacity(0, reserved, memory.allocated, reserved)

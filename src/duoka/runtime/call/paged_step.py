@@ -116,11 +116,6 @@ class PagedStep:
         return cls([Chunk(at, [token], at + 1, pages, row=()) for at in range(number)], cache)
 
     @property
-    def size(self) -> StepSize:
-        """The size of a decode step."""
-        return StepSize(tokens=self.num_tokens, rows=1, logits=len(self.last_rows))
-
-    @property
     def is_decoding(self) -> bool:
         """True if the step has one token of each sequence, after which one is sampled."""
         is_single = len(self.chunks) == len(self._chunk_of)

@@ -29,7 +29,6 @@ from ..lost_gpu import find_lost_gpu
 
 _LOG = logging.getLogger(__name__)
 TOLERANCE = 0.02  # bfloat16 rounds by 0.004
-_SMALLEST = 1e-30  # so that nothing is divided by zero
 
 
 class StepGraph(NamedTuple):
@@ -100,7 +99,8 @@ class StepGraphs:
             try:
                 recorded = run()
             except BaseException:
-                _abandon(graph)
+                with suppress(RuntimeError):  # CUDA reports that the recording is invalid
+                    graph.capture_end()
                 raise
             graph.capture_end()
         inputs, outputs = (tuple(map(_without_ownership, tensors)) for tensors in recorded)
@@ -125,7 +125,7 @@ def relative_difference(computed: Sequence[Tensor], expected: Sequence[Tensor]) 
     differences = [torch.zeros(())]
     for result, right in zip(computed, expected, strict=True):
         distance = (result.cpu().float() - right.cpu().float()).norm()
-        differences.append(distance / right.cpu().float().norm().clamp(min=_SMALLEST))
+        differences.append(distance / right.cpu().float().norm().clamp(min=1e-30))
     return float(torch.stack(differences).max())
 
 
@@ -133,12 +133,6 @@ def relative_difference(computed: Sequence[Tensor], expected: Sequence[Tensor]) 
 def _recording_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream on which a device's graphs are recorded; cuBLAS has a workspace for it."""
     return torch.cuda.Stream(device)
-
-
-def _abandon(graph: torch.cuda.CUDAGraph) -> None:
-    """End a recording that has failed; CUDA reports once more that it is invalid."""
-    with suppress(RuntimeError):
-        graph.capture_end()
 
 
 class _Memory:

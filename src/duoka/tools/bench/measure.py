@@ -120,15 +120,6 @@ class ReplicaEngine:
             idle_share=None if math.isnan(idle) else idle,
         )
 
-    def cpu_seconds(self, requests: int, prompt_tokens: int, new_tokens: int) -> float:
-        """Measure the CPU seconds of this process for each decode step of concurrent requests."""
-        seconds = []
-        for number in (1, new_tokens):
-            start = time.process_time()
-            self._seconds(requests, prompt_tokens, number)
-            seconds.append(time.process_time() - start)
-        return max(seconds[1] - seconds[0], 0.0) / (new_tokens - 1)
-
     def _seconds(self, requests: int, prompt_tokens: int, new_tokens: int) -> tuple[float, float]:
         """Return the seconds to generate, and the GPUs' idle share (NaN if unknown)."""
         params = SamplingParams(max_new_tokens=new_tokens, min_new_tokens=new_tokens)

@@ -46,5 +46,5 @@ def write_random_weights(directory: Path, config: Mapping[str, Any]) -> None:
     files = {name: f"{name}.safetensors" for name in tensors}
     for name, tensor in tensors.items():
         save_file({name: weights[tensor.shape]}, directory / files[name])
-    index = json.dumps({"metadata": {}, "weight_map": files})
-    (directory / "model.safetensors.index.json").write_text(index)
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": files}))

@@ -52,9 +52,8 @@ def _row(name: str, is_right: bool = True, /, **figures: float) -> Finding:
         number = format_bytes(int(value)) if key.endswith("_bytes") else f"{value:.4g}"
         texts.append(f"{key.removesuffix('_bytes').replace('_', ' ')} {number}")
     text = f"{name}: {', '.join(texts)}"
-    if not is_right:
-        return Finding("error", text)
-    return Finding("ok", text, figures={"name": name, **figures})
+    ok = Finding("ok", text, figures={"name": name, **figures})
+    return ok if is_right else Finding("error", text)
 
 
 def _compare(device: str, kind: str, forecast: int, measured: int) -> Finding:
@@ -105,15 +104,13 @@ def check_engine(fleet: Fleet, directory: str, graphs: bool) -> Iterator[Finding
     yield _row("proof and loading", weight_bytes=size, seconds=times[-1] - times[0])
     loads = [(number, _PROMPT_TOKENS, _NEW_TOKENS) for number in (1, _SEQUENCES)]
     speeds = [replica.rates(*load).many_tokens_per_second or 0.0 for load in loads]
-    cpu_seconds = [replica.cpu_seconds(*load) for load in loads]
     used_after, peaks = _used_bytes(), replica.close()
-    dtype = getattr(torch, plan.workload.dtype)
-    rates = {name: read_rate(name, dtype) for name in stages}
+    rates = {name: read_rate(name, getattr(torch, plan.workload.dtype)) for name in stages}
     yield _row("memory bandwidth", **{f"{name} GB/s": rate / 1e9 for name, rate in rates.items()})
     least = sum(stage.weight_bytes / rates[name] for name, stage in stages.items())
-    for (number, *_), speed, cpu in zip(loads, speeds, cpu_seconds, strict=True):
-        share = {"share_of_bandwidth": speed / number * least, "CPU_seconds_per_step": cpu}
-        yield _row(f"batch {number}", tokens_per_second=speed, **share)
+    for (number, *_), speed in zip(loads, speeds, strict=True):
+        share = speed / number * least
+        yield _row(f"batch {number}", tokens_per_second=speed, share_of_bandwidth=share)
     for peak in peaks:
         device, stage = fleet.device(peak.device), stages[peak.device]
         outside = used_after[device.uuid] - used_before[device.uuid] - peak.reserved_bytes

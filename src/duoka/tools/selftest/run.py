@@ -31,10 +31,8 @@ def run_selftest(gpus: str, *, quick: bool = False) -> Diagnosis:
     """
     fleet = Fleet.parse(gpus)
     if not all(device.uuid for device in fleet.devices):
-        raise FleetError(
-            "the self-test needs GPUs of this machine, not virtual or declared ones",
-            hint="use indices of nvidia-smi: --gpus 0,1",
-        )
+        text = "the self-test needs GPUs of this machine, not virtual or declared ones"
+        raise FleetError(text, hint="use indices of nvidia-smi: --gpus 0,1")
     return Diagnosis(checks=tuple(_run_parts(Facts(gpus, Path("/")), fleet, quick)))
 
 
