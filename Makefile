@@ -63,7 +63,7 @@ CUDA_STAMP := $(CUDA_VENV)/.duoka-installed
 RIG = rig=$$($(CUDA_VENV)/bin/python tests/cuda_rig/build.py) && \
   LD_PRELOAD=$$rig LD_LIBRARY_PATH=$${rig%/*} OMP_NUM_THREADS=1 RIG_GPUS=24GiB,12GiB RIG_CONTEXT=400MiB
 cuda: $(CUDA_STAMP)
-	$(RIG) $(CUDA_VENV)/bin/python -m pytest -n $(JOBS) -m "cuda_rig or gpu" \
+	$(RIG) $(CUDA_VENV)/bin/python -m pytest -n $(JOBS) -m "(cuda_rig or gpu) and not nightly" \
 	  tests/cuda_rig tests/hardware tests/runtime/test_devices.py tests/tools/bench/test_calibrate.py
 
 check: $(STAMP)

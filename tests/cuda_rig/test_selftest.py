@@ -82,6 +82,7 @@ def _only_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "_run_part", run_if_kernels)
 
 
+@pytest.mark.nightly
 def test_memory_is_as_forecast(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
