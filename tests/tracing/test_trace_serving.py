@@ -13,6 +13,7 @@ from tiers import only
 from duoka import Workload, virtual
 from duoka.checkpoint.architecture import reads_block_tables
 from duoka.errors import ModelError
+from duoka.forecast.allocator import ROUND_BYTES, SMALL_SEGMENT_BYTES
 from duoka.forecast.profile import Profile, evaluate
 from duoka.forecast.replay_serving import ServingReplay
 from duoka.planner.placement import Placement
@@ -56,6 +57,30 @@ def test_steps_take_what_the_profile_says(name: str, cache: Any) -> None:
         PagedModel(model, replay.capacity, virtual.virtual_device(0)).warm_up()
         assert world.max_memory_allocated(0) == forecast.allocated_bytes
         assert world.max_memory_reserved(0) == forecast.reserved_bytes
+
+
+def test_graphs_have_a_pool_without_sampling() -> None:
+    """One workspace more is allocated in the end; the pool has whole segments."""
+    work = replace(WORK, page_tokens=256)
+    profile = profile_of("llama", work)
+    blocks = range(len(profile.blocks))
+    replays = [
+        ServingReplay(profile, replace(work, cuda_graphs=graphs)) for graphs in (True, False)
+    ]
+    (graphs, plain) = (replay.run(blocks) for replay in replays)
+    assert graphs is not None
+    assert plain is not None
+    assert [step.query for step in replays[0].steps if step.is_graph] == [3, 2, 1]
+    assert len(replays[0].steps) == len(replays[1].steps) + 3
+    workspace = replays[0].workspace_bytes + 3 * 2 * ROUND_BYTES
+    assert graphs.allocated_bytes == plain.allocated_bytes + workspace
+    pool_bytes = graphs.reserved_bytes - plain.reserved_bytes
+    assert pool_bytes == SMALL_SEGMENT_BYTES
+    # Of the pool alone too many bytes may be reserved.
+    limit = graphs.reserved_bytes - 1
+    assert replays[0].run(blocks, limit) is None
+    assert replays[1].run(blocks, limit) is not None
+    assert any(trace.sampling_at for kind in profile.kinds for trace in kind.traces)
 
 
 def test_work_is_that_of_a_step_without_ways_to_draw() -> None:

@@ -45,11 +45,8 @@ class ServingReplay(Replay):
         first_step = self._serve(FIRST, is_first=True)
         if self.brief:
             return [first_step, self._serve(sizes[0])]
-        return [
-            first_step,
-            *map(self._serve, sizes),
-            *map(self._serve, self.capacity.graph_steps()),
-        ]
+        graphs = [self._serve(size, is_graph=True) for size in self.capacity.graph_steps()]
+        return [first_step, *map(self._serve, sizes), *graphs]
 
     def _serve(
         self,
