@@ -126,6 +126,7 @@ def compiled(
         trace=lambda block, step: AllocationTrace(
             sizes=(), events=tuple(events), retained=retained
         ),
+        steps=[SimpleNamespace(is_graph=False)],
         first_number=lambda block, step: 0,
         key_of=lambda block, ref, step: Profile.key_of(cast(Profile, None), block, ref, 0),
     )
