@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_rig.values import values
 
 from duoka.base.quiet import quiet_libraries
+from duoka.engine import Engine
 from duoka.errors import VirtualDeviceError
 from duoka.virtual.apart import in_fork
 
@@ -24,6 +26,18 @@ with quiet_libraries():  # by itself it starts CUDA where torchao is installed
     import transformers.modeling_utils  # noqa: F401
 
 _IS_RIG = hasattr(ctypes.CDLL(None), "rig_restart")
+
+
+@pytest.fixture
+def engine_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute with numbers in the engine's thread, too, in which it runs steps."""
+    work = Engine._work
+
+    def compute(self: Engine, *arguments: Any) -> None:
+        with values(most=None):
+            work(self, *arguments)
+
+    monkeypatch.setattr(Engine, "_work", compute)
 
 
 @pytest.fixture

@@ -22,7 +22,10 @@ from duoka.runtime.prompt_reader import PromptReader
 from duoka.tools.bench.quality import Quality, Windows, measure_quality
 from duoka.tools.demo.checkpoint import CONFIG
 
-pytestmark = pytest.mark.cuda_rig(gpus="1GiB,1GiB", copy_limit="1GiB")
+pytestmark = [
+    pytest.mark.cuda_rig(gpus="1GiB,1GiB", copy_limit="1GiB"),
+    pytest.mark.usefixtures("engine_computes"),
+]
 
 TINY = {
     **CONFIG,
@@ -40,18 +43,6 @@ QUESTIONS = ("What is NVLink?", "显存不足怎么办？")
 @pytest.fixture(scope="module")
 def chatglm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random(tmp_path_factory.mktemp("tiny-chatglm3"), TINY, seed=3)
-
-
-@pytest.fixture(autouse=True)
-def _engine_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are computed in a thread of the engine's own."""
-    work = Engine._work
-
-    def compute(self: Engine, *arguments: Any) -> None:
-        with values(most=None):
-            work(self, *arguments)
-
-    monkeypatch.setattr(Engine, "_work", compute)
 
 
 def said(folder: Path, fleet: str) -> list[str]:

@@ -68,19 +68,7 @@ def answer(plan: duoka.Plan, **options: Any) -> list[list[int]]:
     return [[choice.token for choice in each.tokens] for each in answers]
 
 
-@pytest.fixture
-def _engine_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are computed in a thread of the engine's own."""
-    work = Engine._work
-
-    def compute(self: Engine, *arguments: Any) -> None:
-        with values(most=None):
-            work(self, *arguments)
-
-    monkeypatch.setattr(Engine, "_work", compute)
-
-
-@pytest.mark.usefixtures("_engine_computes")
+@pytest.mark.usefixtures("engine_computes")
 @pytest.mark.parametrize("family", ["llama", "tied"])
 def test_answers_are_those_without_graphs(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -96,7 +84,7 @@ def test_answers_are_those_without_graphs(
     assert not caplog.records
 
 
-@pytest.mark.usefixtures("_engine_computes")
+@pytest.mark.usefixtures("engine_computes")
 @pytest.mark.parametrize("fault", ["refused", "different"])
 def test_faulty_graphs_are_not_used(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -162,14 +162,14 @@ class _StageWorker:
         def make(channel: Channel) -> StageMicroBatch:
             return StageMicroBatch(route, stage, step.number, channel, self._device, learns=False)
 
-        tensors = KeptTensors(self._device, self._channel)
-        micro_batch = make(tensors if step.is_graph else self._channel)
+        tensors = KeptTensors(self._device, self._channel) if step.is_graph else None
+        micro_batch = make(tensors or self._channel)
         begin, waited = time.perf_counter(), self._channel.waited_seconds
         is_last = stage == len(self._routes.devices) - 1
         failure = None
         try:
             logits = self._graphs.forward(stage, paged, micro_batch)
-            if step.is_graph:
+            if tensors is not None:
                 self._graphs.record(stage, (paged, tensors, logits), make)
             if logits is not None:
                 outcomes = _find_outcomes(step, logits)
