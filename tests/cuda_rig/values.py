@@ -46,9 +46,9 @@ class values(TorchDispatchMode):  # noqa: N801  (used as a scope, like torch.no_
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         is_captured = captured.capture_id(each.device for each in _on_device((args, kwargs))) > 0
-        if func is _ATEN.convolution.default:
-            return _like(func(*tree_map(_on_meta, args)), args[0])
-        if is_captured:
+        if func is _ATEN.convolution.default and args[0].is_cuda:
+            result = _like(func(*tree_map(_on_meta, args)), args[0])
+        elif is_captured:
             # A mask's places and a result's length stay unknown: CUDA refuses to wait for them.
             if func.overloadpacket is _ATEN.prod:
                 result = _like(func(*tree_map(_on_meta, args), **kwargs), args[0])
