@@ -30,8 +30,7 @@ def picture(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("family", ["glm4v-9b", "qwen2_vl"])
-@pytest.mark.parametrize("gpus", ["0", "0,1"])
+@pytest.mark.parametrize(("family", "gpus"), [("glm4v-9b", "0,1"), ("qwen2_vl", "0")])
 def test_generate_and_chat(
     family: str,
     gpus: str,
