@@ -46,8 +46,15 @@ def _engine_computes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.cuda_rig(gpus="1GiB")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "tied"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("llama", "float32"),
+        ("tied", "bfloat16"),
+        pytest.param("llama", "bfloat16", marks=pytest.mark.nightly),
+        pytest.param("tied", "float32", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_thread_warms_up_and_takes_what_is_forecast(
     family: str, dtype: Any, tmp_path: Path
 ) -> None:
@@ -95,7 +102,7 @@ def test_generate_takes_what_is_forecast(
 
 @pytest.mark.cuda_rig(gpus="1GiB")
 @pytest.mark.usefixtures("expandable_segments")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
 def test_it_takes_what_is_forecast_in_expandable_segments(dtype: Any, tmp_path: Path) -> None:
     test_a_thread_warms_up_and_takes_what_is_forecast("llama", dtype, tmp_path)
 
@@ -191,7 +198,11 @@ def test_processes_take_what_is_forecast_and_wait_once_per_step(dtype: Any, tmp_
 
 @pytest.mark.cuda_rig(gpus="1GiB,1GiB")
 @pytest.mark.parametrize(
-    "lost", [pytest.param(n, marks=pytest.mark.cuda_rig(lost=n)) for n in ("0@40000", "1@40000")]
+    "lost",
+    [
+        pytest.param("0@40000", marks=pytest.mark.cuda_rig(lost="0@40000")),
+        pytest.param("1@40000", marks=[pytest.mark.cuda_rig(lost="1@40000"), pytest.mark.nightly]),
+    ],
 )
 def test_a_lost_gpu_ends_the_processes(lost: str, tmp_path: Path) -> None:
     model = tuning.write_model("llama", tmp_path / "model")

@@ -57,8 +57,15 @@ def test_hopper_takes_more() -> None:
 
 
 @pytest.mark.cuda_rig(gpus=TWO, capability="7.5")
-@pytest.mark.parametrize("name", ["llama", "window"])
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [
+        ("llama", 1),
+        ("window", 2),
+        pytest.param("llama", 2, marks=pytest.mark.nightly),
+        pytest.param("window", 1, marks=pytest.mark.nightly),
+    ],
+)
 def test_turing_has_no_flash_attention(name: str, batch: int) -> None:
     turing, ampere = (
         small(name, TWO, prompt=1333, new=9, batch=batch, gpu_generation=GpuGeneration(**older))
