@@ -14,7 +14,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
 
-from duoka.errors import UsageError
+from duoka.errors import DuokaError, UsageError
 
 _NOT_REGULAR = "it is not a regular file"
 _SYSTEM = re.compile(r"/(dev|proc|sys)(/(?!shm(/|$)).*)?$")
@@ -55,12 +55,12 @@ def cache_directory() -> Path:
 
 
 @contextmanager
-def reading(name: object, hint: str) -> Iterator[None]:
-    """Raise UsageError with a hint if the file `name` can't be read."""
+def reading(name: object, hint: str, kind: type[DuokaError] = UsageError) -> Iterator[None]:
+    """Raise an error of a kind, with a hint, if the file `name` can't be read."""
     try:
         yield
     except (OSError, ValueError) as error:
-        raise UsageError(f"{name} can't be read: {why(error)}", hint=hint) from error
+        raise kind(f"{name} can't be read: {why(error)}", hint=hint) from error
 
 
 def open_regular(path: Path) -> BufferedReader:

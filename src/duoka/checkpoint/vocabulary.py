@@ -21,8 +21,10 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
-from duoka.base.files import why
+from duoka.base.files import read_bytes
 from duoka.errors import CheckpointError
+
+from .headers import INCOMPLETE, reading
 
 # The published pattern of GLM-4: splits a text before its bytes are merged.
 _GLM4_PATTERN = (
@@ -68,14 +70,8 @@ def encoding_of(model: SentencePieceModel | Mapping[bytes, int]) -> Tokenizer:
 
 def read_vocabulary(path: Path) -> SentencePieceModel | dict[bytes, int]:
     """Read a vocabulary, tiktoken's (first line: token and rank) or else sentencepiece's."""
-    try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise CheckpointError(
-                f"{path}: larger than the limit for vocabularies ({_MAX_BYTES} bytes)"
-            )
-        content = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path}: the vocabulary cannot be read: {why(error)}") from error
+    with reading(path):
+        content = read_bytes(path, most_bytes=_MAX_BYTES)
     words = content.split(b"\n", 1)[0].split(b" ")
     try:
         if len(words) == 2 and words[1].isdigit():
@@ -83,8 +79,7 @@ def read_vocabulary(path: Path) -> SentencePieceModel | dict[bytes, int]:
         return _sentencepiece(content)
     except (ValueError, IndexError, struct.error) as error:
         raise CheckpointError(
-            f"{path}: the vocabulary is damaged: {str(error)[:100]}",
-            hint="the download may be incomplete: download the file again",
+            f"{path}: the vocabulary is damaged: {str(error)[:100]}", hint=INCOMPLETE
         ) from error
 
 

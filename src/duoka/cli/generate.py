@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import duoka
-from duoka.base.files import why
+from duoka.base.files import reading
 from duoka.errors import UsageError
 
 from . import planning
@@ -50,13 +50,8 @@ class PromptOptions(OptionGroup):
             prompts = ["-"]
         texts = [read_stdin() if text == "-" else text for text in prompts]
         for file in files:
-            try:
+            with reading(f"the prompt file {file}", "give a UTF-8 text file"):
                 texts.append(file.read_text(encoding="utf-8"))
-            except (OSError, UnicodeDecodeError) as error:
-                raise UsageError(
-                    f"the prompt file {file} can't be read: {why(error)}",
-                    hint="give a UTF-8 text file",
-                ) from error
         for text in texts:
             refuse_damaged(text)
         if not texts:

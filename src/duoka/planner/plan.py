@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from duoka.base.files import read_text, why, write_whole
+from duoka.base.files import read_text, reading, write_whole
 from duoka.base.serialization import from_dict, parse_json_object, to_dict
 from duoka.base.units import format_bytes
 from duoka.checkpoint.checkpoint import differences
@@ -33,6 +33,7 @@ _FORMAT = "duoka.plan"
 _VERSION = 9
 _EARLIER_VERSIONS = (6, 7, 8)
 _MAX_BYTES = 64 * 2**20
+_CREATE = "create one with `duoka plan --save FILE`"
 _REPLAN = "plan for the GPUs of this machine: omit --gpus, or use --replan with a saved plan"
 
 
@@ -155,9 +156,7 @@ class Plan:
         """
         data = parse_json_object(text, "the plan")
         if data.pop("format", None) != _FORMAT:
-            raise FormatError(
-                "this is not a duoka plan", hint="create one with `duoka plan --save FILE`"
-            )
+            raise FormatError("this is not a duoka plan", hint=_CREATE)
         version = data.pop("version", None)
         if type(version) is int and version in _EARLIER_VERSIONS:
             _add_later_fields(data)
@@ -190,18 +189,12 @@ class Plan:
         FormatError
             If the file can't be read, or isn't a plan of a supported version.
         """
-        try:
+        with reading(f"the plan {path}", _CREATE, FormatError):
             text = read_text(Path(path), most_bytes=_MAX_BYTES)
-        except (OSError, ValueError) as error:
-            raise FormatError(
-                f"the plan {path} can't be read: {why(error)}",
-                hint="create one with `duoka plan --save FILE`",
-            ) from None
         try:
             return cls.from_json(text)
         except FormatError as error:
-            hint = error.hint or "create one with `duoka plan --save FILE`"
-            raise FormatError(f"{path}: {error}", hint=hint) from error
+            raise FormatError(f"{path}: {error}", hint=error.hint or _CREATE) from error
 
     def refuse_other(self, fingerprint: str, source: str) -> None:
         """Raise FormatError if the fingerprint of the model from `source` isn't the plan's."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from duoka.base.files import read_text, why, write_whole
+from duoka.base.files import read_text, reading, write_whole
 from duoka.base.serialization import from_dict, parse_json_object, to_dict
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import DuokaError, FormatError, UsageError
@@ -144,10 +144,8 @@ class RunDirectory:
                 f"{self.path} is not the directory of a run",
                 hint="give the directory of `duoka tune --save`",
             )
-        try:
+        with reading(self._run, _NEW_RUN, FormatError):
             text = read_text(self._run, most_bytes=_MOST_BYTES)
-        except (OSError, ValueError) as error:
-            raise FormatError(f"{self._run} can't be read: {why(error)}", hint=_NEW_RUN) from error
         content = parse_json_object(text, str(self._run))
         try:
             if (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import SupportsIndex
 
-from duoka.base.files import read_text, why
+from duoka.base.files import read_text, reading
 from duoka.errors import FormatError, UsageError
 from duoka.hardware import cuda_driver
 from duoka.hardware.device import MAX_DEVICES
@@ -74,13 +74,8 @@ class DeviceMap:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DeviceMap:
         """Read a device map from a JSON file."""
-        try:
+        with reading(f"the device map {path}", "give a JSON file with a device map", FormatError):
             text = read_text(Path(path), most_bytes=_MAX_BYTES)
-        except (OSError, ValueError) as error:
-            raise FormatError(
-                f"the device map {path} can't be read: {why(error)}",
-                hint="give a JSON file with a device map",
-            ) from None
         return cls.parse(text, f"the device map {path}")
 
     @property

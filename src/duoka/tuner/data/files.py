@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from duoka.base.files import open_regular, read_bytes, why
+from duoka.base.files import open_regular, read_bytes, reading, why
 from duoka.base.progress import say_import
 from duoka.base.serialization import parse_json_object
 from duoka.errors import FormatError, UsageError
@@ -40,10 +40,8 @@ def data_files(paths: Sequence[str | Path]) -> list[Path]:
     """Return the given files, and the data files in given directories in alphabetical order."""
     files: list[Path] = []
     for path in map(Path, paths):
-        try:
+        with reading(path, _HINT):
             children = _files_inside(path) if path.is_dir() else [path] if path.exists() else []
-        except OSError as error:
-            raise UsageError(f"{path} can't be read: {why(error)}", hint=_HINT) from error
         if not children:
             raise UsageError(f"no training data at {path}", hint=_HINT)
         if path.suffix not in _SUFFIXES and children == [path]:
