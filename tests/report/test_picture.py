@@ -20,7 +20,7 @@ def test_parts_are_as_high_as_they_are_to_be(tmp_path: Path) -> None:
 
 
 def test_matplotlib_may_be_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picture, "find_spec", lambda name: None)
+    monkeypatch.setattr("duoka.base.requirements.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="plots need matplotlib"):
         picture.new_figure([1.0])
 

@@ -12,7 +12,6 @@ from duoka import virtual
 from duoka.errors import UsageError
 from duoka.forecast.optimizer_memory import TrainedTensor, shared_bytes, state_bytes
 from duoka.forecast.workload import OPTIMIZERS, Optimizer
-from duoka.runtime import optimizers
 from duoka.runtime.optimizers import make_optimizer, update
 
 
@@ -109,6 +108,6 @@ def test_what_cannot_be_made_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     def missing(name: str) -> Any:
         return None
 
-    monkeypatch.setattr(optimizers, "find_spec", missing)
+    monkeypatch.setattr("duoka.base.requirements.find_spec", missing)
     with pytest.raises(UsageError, match="adamw8bit needs bitsandbytes"):
         make_optimizer(Parts(), "adamw8bit")

@@ -17,7 +17,6 @@ from trainers import make_layout, make_report
 from duoka import TuneSettings
 from duoka.base.units import GIB
 from duoka.errors import UsageError
-from duoka.report import picture
 from duoka.tuner.layout import Layout
 from duoka.tuner.plot import plot_run
 from duoka.tuner.run import RunDirectory
@@ -152,7 +151,7 @@ def test_a_place_that_cant_be_written_is_refused(write: Write, tmp_path: Path) -
 
 
 def test_matplotlib_may_be_absent(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picture, "find_spec", lambda name: None)
+    monkeypatch.setattr("duoka.base.requirements.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="plots need matplotlib") as refused:
         plot_run(write(2))
     assert refused.value.hint == 'pip install "duoka[plot]"'

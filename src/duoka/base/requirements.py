@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
+
+from duoka.errors import UsageError
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
+
+
+def require_package(package: str, extra: str, who_needs: str) -> None:
+    """Raise UsageError, such as "plots need matplotlib, …", if a package isn't installed."""
+    if find_spec(package) is None:
+        hint = f'pip install "duoka[{extra}]"'
+        raise UsageError(f"{who_needs} {package}, which isn't installed", hint=hint)
 
 
 def installed_version(name: str) -> str | None:

@@ -6,7 +6,6 @@ import json
 import os
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +14,7 @@ import typer
 import duoka
 from duoka.api.plan import plan_copies, plan_request
 from duoka.base.files import reading
+from duoka.base.requirements import require_package
 from duoka.base.text import choose
 from duoka.base.units import format_count
 from duoka.errors import UsageError
@@ -125,11 +125,12 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
         return
     vllm_options = "engine_python", "engine_arg", "nodes"
     server.refuse(*vllm_options, beside="duoka's own engine", hint="add --engine vllm")
-    _require_modules("serve", "fastapi", "uvicorn", "prometheus_client")
+    for module in ("fastapi", "uvicorn", "prometheus_client"):
+        require_package(module, "serve", "the server needs")
     address = server.address()
     if server.cluster is not None:
         choose("cluster", server.cluster, _CLUSTERS)
-        _require_modules("ray", "ray")
+        require_package("ray", "ray", "the server needs")
         _serve_on_ray(server, options, model, address)
         return
     from duoka.serve.pool import EnginePool
@@ -209,14 +210,6 @@ def _serve_on_ray(
     note(f"replicas: {number}, each on {gpus} of {', '.join(cluster.names)}")
     show = partial(_show_address, model=settings.model, has_key=address.key is not None)
     serve_on_ray(cluster, (low, high), settings, address, on_ready=show)
-
-
-def _require_modules(extra: str, *modules: str) -> None:
-    """Raise UsageError if a module of an optional dependency group is not installed."""
-    for module in modules:
-        if not find_spec(module):
-            hint = f'pip install "duoka[{extra}]"'
-            raise UsageError(f"{module} isn't installed, and the server needs it", hint=hint)
 
 
 def _serve_with_vllm(server: ServeOptions, options: PlanOptions, model: ModelOptions) -> None:

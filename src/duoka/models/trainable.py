@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from duoka.base.quiet import quiet_libraries
+from duoka.base.requirements import require_package
 from duoka.errors import ModelError, UsageError
 from duoka.forecast.workload import Training
 
@@ -103,12 +104,9 @@ def base_name(name: str) -> str:
 
 def inject(model: nn.Module, **settings: Any) -> None:
     """Inject peft's adapters into a model in place, without data; `settings` are `LoraConfig`'s."""
-    try:
-        with quiet_libraries():  # peft imports bitsandbytes
-            import peft
-    except ImportError as error:
-        message = "adapters need peft, which isn't installed"
-        raise UsageError(message, hint='pip install "duoka[train]"') from error
+    require_package("peft", "train", "adapters need")
+    with quiet_libraries():  # peft imports bitsandbytes
+        import peft
     try:
         with warnings.catch_warnings():
             # peft warns of layers with transposed weights, but handles them.

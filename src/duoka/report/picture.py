@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from duoka.base.files import why
+from duoka.base.requirements import require_package
 from duoka.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,14 +21,6 @@ _DOTS_PER_INCH = 150
 _HALF_BAR, _HALF_MARK = 0.25, 0.38
 
 
-def refuse_without_matplotlib() -> None:
-    """Raise UsageError if matplotlib isn't installed."""
-    if find_spec("matplotlib") is None:
-        raise UsageError(
-            "plots need matplotlib, which isn't installed", hint='pip install "duoka[plot]"'
-        )
-
-
 def new_figure(inches: Sequence[float]) -> tuple[Figure, list[Axes]]:
     """Create a figure with axes of the given heights, stacked vertically.
 
@@ -37,7 +29,7 @@ def new_figure(inches: Sequence[float]) -> tuple[Figure, list[Axes]]:
     UsageError
         If matplotlib is not installed.
     """
-    refuse_without_matplotlib()
+    require_package("matplotlib", "plot", "plots need")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_INCHES_WIDE, sum(inches)), layout="constrained")
@@ -52,17 +44,17 @@ def draw_bars(
     labels: Sequence[str],
     measured: Sequence[float],
     forecasts: Sequence[float],
-    names: tuple[str, str],
 ) -> None:
     """Draw a row per label: a bar for the measurement, a mark for the forecast.
 
     NaN draws no bar or no mark. `names` are the legend labels of bars and marks.
     """
     rows = range(len(labels))
-    axes.barh(rows, measured, height=2 * _HALF_BAR, color=BLUE, label=names[0])
+    axes.barh(rows, measured, height=2 * _HALF_BAR, color=BLUE, label="measured peak")
     lows = [row - _HALF_MARK for row in rows]
     highs = [row + _HALF_MARK for row in rows]
-    axes.vlines(forecasts, lows, highs, color=ORANGE, linewidth=3, label=names[1])
+    label = "forecast for sequences of full length"
+    axes.vlines(forecasts, lows, highs, color=ORANGE, linewidth=3, label=label)
     axes.set_yticks(rows, labels)
     largest = max((value for value in (*measured, *forecasts) if value == value), default=0.0)
     axes.set(xlim=(0, 1.1 * largest or 1.0), ylim=(len(labels) - 0.5, -0.5))

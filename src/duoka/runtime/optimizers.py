@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import nn
 
 from duoka import virtual
 from duoka.base.quiet import quiet_libraries
+from duoka.base.requirements import require_package
 from duoka.errors import UsageError
 from duoka.forecast.workload import Optimizer
 
@@ -76,11 +76,7 @@ def update(optimizer: torch.optim.Optimizer) -> None:
 
 def _adamw_8bit(groups: list[dict[str, Any]], **arguments: Any) -> torch.optim.Optimizer:
     """Make bitsandbytes' 8-bit AdamW, imported only here; raise UsageError if not installed."""
-    if find_spec("bitsandbytes") is None:
-        raise UsageError(
-            "the optimizer adamw8bit needs bitsandbytes, which isn't installed",
-            hint='pip install "duoka[bnb]"',
-        )
+    require_package("bitsandbytes", "bnb", "the optimizer adamw8bit needs")
     with quiet_libraries():
         package: Any = import_module("bitsandbytes.optim")
     optimizer: torch.optim.Optimizer = package.AdamW8bit(groups, **arguments)

@@ -1,7 +1,5 @@
 """Start a worker process of a run: ``python -m duoka.tuner DIRECTORY``, once for each rank."""
 
-from __future__ import annotations
-
 from duoka.base.quiet import quiet_libraries
 
 if __name__ == "__main__":

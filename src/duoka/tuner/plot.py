@@ -84,7 +84,6 @@ def _draw_memory(axes: Axes, reports: Sequence[DeviceReport]) -> None:
         [report.label for report in reports],
         [report.reserved_bytes / unit for report in reports],
         [size / unit for size in forecasts],
-        ("measured peak", "forecast for sequences of full length"),
     )
     axes.set(xlabel=f"reserved memory ({name})")
     axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from duoka.base.units import format_count, format_seconds, unit_for
+from duoka.report.measured import PeakBytes
 from duoka.stages.schedule import busy_shares, order_passes
 
 from .layout import Layout
@@ -35,20 +36,17 @@ _CAPTION = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceReport:
+class DeviceReport(PeakBytes):
     """A device of a run: its busy share of step times, and peak bytes, measured and forecast.
 
     `label` is the display name; `possible_share` is the busy share that the schedule allows.
     """
 
     label: str
-    device: str
     replica: int
     busy_share: float
     possible_share: float
-    allocated_bytes: int
     forecast_allocated_bytes: int
-    reserved_bytes: int
     forecast_reserved_bytes: int
 
 

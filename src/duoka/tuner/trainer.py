@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from duoka.errors import TrainingError
+from duoka.report.measured import PeakBytes
 from duoka.runtime import devices
 from duoka.runtime.optimizers import make_optimizer, update
 from duoka.stages.channels import ProcessChannel
@@ -34,18 +35,15 @@ _LEAST_SCALE = 2.0**-14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessReport:
+class ProcessReport(PeakBytes):
     """Report of one process on a step.
 
     `busy_share` is the fraction of the step's time not spent waiting for other processes. Bytes are
     peaks since the process began to train, or resumed; 0 if the device doesn't count them.
     """
 
-    device: str
     replica: int
     busy_share: float
-    allocated_bytes: int
-    reserved_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,7 +115,7 @@ def test_a_missing_package_is_named(
     def gone(name: str) -> object:
         return None if name == package else there(name)
 
-    monkeypatch.setattr("duoka.models.quantization.weights.find_spec", gone)
+    monkeypatch.setattr("duoka.base.requirements.find_spec", gone)
     with pytest.raises(UsageError, match=f"need {package}") as caught:
         require(scheme)
     assert "pip install" in str(caught.value.hint)

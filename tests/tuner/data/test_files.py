@@ -95,7 +95,7 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         rows = rows_of(path, damaged)
         assert "the table can't be read from here on" in rows[-1].problem
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UsageError, match="needs the library pyarrow") as refused:
+    with pytest.raises(UsageError, match="needs pyarrow") as refused:
         list(read_rows(path))
     assert "pip install" in str(refused.value.hint)
 

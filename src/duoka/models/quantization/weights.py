@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -28,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from duoka.base.quiet import quiet_libraries
+from duoka.base.requirements import require_package
 from duoka.errors import ModelError, UsageError
 
 from .composed import Composed, empty_on
@@ -170,9 +170,7 @@ def _linear(inputs: Tensor, weight: Nf4Weight, bias: Tensor | None = None) -> Te
 def require(scheme: Scheme) -> None:
     """Raise UsageError if the scheme's package is missing, or its functions have changed."""
     package, extra = ("bitsandbytes", "bnb") if scheme == "nf4" else ("torchao", "quantize")
-    if find_spec(package) is None:
-        hint = f'pip install "duoka[{extra}]"'
-        raise UsageError(f"{scheme} weights need {package}, which isn't installed", hint=hint)
+    require_package(package, extra, f"{scheme} weights need")
     with quiet_libraries():
         import_module(package)  # bitsandbytes registers its operators with torch
     try:

@@ -9,8 +9,6 @@ the user names; it is never imported here.
 - `launch`: starts vLLM, waits until it is healthy, forwards signals, and returns its exit code
 """
 
-from __future__ import annotations
-
 from .commands import VllmOptions, commands
 from .launch import serve_with_vllm
 from .nodes import parse_nodes

@@ -1,7 +1,5 @@
 """Process of one measured replica: ``python -m duoka.tools.bench SOCKET``."""
 
-from __future__ import annotations
-
 from duoka.tools.bench.measure import main
 
 if __name__ == "__main__":

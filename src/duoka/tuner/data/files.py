@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from duoka.base.files import open_regular, read_bytes, reading, why
 from duoka.base.progress import say_import
+from duoka.base.requirements import require_package
 from duoka.base.serialization import parse_json_object
 from duoka.errors import FormatError, UsageError
 
@@ -134,14 +135,10 @@ def _csv_rows(path: Path) -> Iterator[DataRow]:
 def _parquet_rows(path: Path) -> Iterator[DataRow]:
     """Yield the rows of a Parquet table."""
     say_import("pyarrow")
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise UsageError(
-            f"{path} needs the library pyarrow, which isn't installed",
-            hint='pip install "duoka[train]"',
-        ) from error
+    require_package("pyarrow", "train", f"{path} needs")
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
     number = 0
     try:
         with open_regular(path) as file, ParquetFile(file) as table:
