@@ -3,10 +3,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from duoka.base.text import value_of
 from duoka.checker.subject import (
     complete_map,
     device_name,
-    device_of,
     placed_modules,
     read_entries,
     tensor_devices,
@@ -32,10 +32,10 @@ def test_devices_are_spelled_in_many_ways() -> None:
 
 def test_the_longest_name_decides() -> None:
     entries = {"": "cuda:0", "layers": "cuda:1", "layers.1.bias": "cuda:2"}
-    assert device_of("embed.weight", entries) == "cuda:0"
-    assert device_of("layers.0.weight", entries) == "cuda:1"
-    assert device_of("layers.1.bias", entries) == "cuda:2"
-    assert device_of("layers.1", {"embed": "cuda:0"}) is None
+    assert value_of("embed.weight", entries) == "cuda:0"
+    assert value_of("layers.0.weight", entries) == "cuda:1"
+    assert value_of("layers.1.bias", entries) == "cuda:2"
+    assert value_of("layers.1", {"embed": "cuda:0"}) is None
 
 
 def test_a_complete_map_is_taken_as_it_is() -> None:

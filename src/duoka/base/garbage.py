@@ -1,8 +1,9 @@
-"""Garbage collection in long-running processes."""
+"""Garbage: objects excluded from its collection, and tensors that an error keeps alive."""
 
 from __future__ import annotations
 
 import gc
+import traceback
 
 
 def freeze_objects() -> None:
@@ -13,3 +14,10 @@ def freeze_objects() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def free_locals(error: BaseException | None) -> None:
+    """Free the tensors in the frames of an error, since a caller may keep the error for long."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__

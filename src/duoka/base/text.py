@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from duoka.errors import UsageError
@@ -13,6 +13,7 @@ from duoka.errors import UsageError
 _KEPT = frozenset("\n\t\u200c\u200d")
 _HIDDEN = ("Cc", "Cf", "Cs")
 Name = TypeVar("Name", bound=str)
+Value = TypeVar("Value")
 
 
 def printable(text: str) -> str:
@@ -45,6 +46,12 @@ def prefixes(name: str) -> Iterator[str]:
 def longest_prefix(name: str, names: Container[str]) -> str | None:
     """Return the longest prefix of a dotted name that is among `names`; None if no prefix is."""
     return next((prefix for prefix in prefixes(name) if prefix in names), None)
+
+
+def value_of(name: str, values: Mapping[str, Value]) -> Value | None:
+    """Return the value of the longest prefix of a dotted name; None if no prefix has one."""
+    prefix = longest_prefix(name, values)
+    return None if prefix is None else values[prefix]
 
 
 def is_within(name: str, prefix: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from duoka import virtual
+from duoka.base.garbage import free_locals
 from duoka.base.model_code import raised_in
 from duoka.errors import DuokaError, ModelError
 from duoka.models.quantization import parts
@@ -285,11 +285,7 @@ class CheckRun(StepListener):
             phase=self.observer.phase,
             hint=getattr(error, "hint", None) or "",
         )
-        # The local variables of the error's frames would keep the run's graphs alive.
-        cause: BaseException | None = error
-        while cause is not None:
-            traceback.clear_frames(cause.__traceback__)
-            cause = cause.__context__
+        free_locals(error)  # which would keep the run's graphs alive
         return stop
 
     def _notes(self) -> Iterator[str]:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from duoka.base.model_code import Spot, raised_in
-from duoka.base.text import longest_prefix
+from duoka.base.text import longest_prefix, value_of
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import Faults, ModelError, PlacementError
 from duoka.forecast.workload import Workload
@@ -128,14 +128,14 @@ def complete_map(model: nn.Module, entries: Entries) -> tuple[Entries, Faults]:
     known_names = {*names, *modules}
     unknown = tuple(entry for entry, _ in entries if entry not in known_names)
     devices = {entry: device for entry, device in entries if entry in known_names}
-    unplaced = [name for name in names if device_of(name, devices) is None]
+    unplaced = [name for name in names if value_of(name, devices) is None]
     saved = model.state_dict()
     missing = tuple(name for name in unplaced if name in saved)
     doubled = tuple(_contradicted(model, devices))
     completed = dict(devices)
     last_device = next(iter(devices.values()), "cuda:0")
     for name in names:
-        device = device_of(name, devices)
+        device = value_of(name, devices)
         if device is None:
             completed[name] = last_device
         else:
@@ -157,16 +157,10 @@ def _contradicted(model: nn.Module, devices: Mapping[str, str]) -> Iterator[str]
     """Yield the names of tied tensors that have different devices by their names."""
     by_tensor: dict[int, dict[str, str | None]] = {}
     for name, tensor in tensor_names(model):
-        by_tensor.setdefault(id(tensor), {})[name] = device_of(name, devices)
+        by_tensor.setdefault(id(tensor), {})[name] = value_of(name, devices)
     for devices_by_name in by_tensor.values():
         if len({device for device in devices_by_name.values() if device is not None}) > 1:
             yield from devices_by_name
-
-
-def device_of(name: str, entries: Mapping[str, str]) -> str | None:
-    """Return the device of a module or tensor by its longest prefix; None if no entry matches."""
-    entry = longest_prefix(name, entries)
-    return None if entry is None else entries[entry]
 
 
 def tensor_devices(model: nn.Module, entries: Entries) -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from duoka.base.text import is_within, longest_prefix
+from duoka.base.text import is_within, longest_prefix, value_of
 from duoka.errors import Faults, FormatError, PlacementError
 from duoka.forecast.profile import Profile
 
@@ -63,9 +63,7 @@ class Placement:
 
     def device_of(self, name: str) -> str | None:
         """Return the device of a parameter, buffer or module; None if no entry applies."""
-        device_map = self.device_map
-        entry = longest_prefix(name, device_map)
-        return None if entry is None else device_map[entry]
+        return value_of(name, self.device_map)
 
     def devices_of(self, profile: Profile) -> list[str]:
         """Return the device of every block.

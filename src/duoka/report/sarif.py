@@ -12,8 +12,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -215,10 +214,8 @@ def _driver() -> _Json:
         }
         for identifier, name, short, full in _RULES
     ]
-    driver: _Json = {"name": "duoka", "rules": rules}
-    with suppress(PackageNotFoundError):  # duoka isn't installed
-        driver["version"] = driver["semanticVersion"] = version("duoka")
-    return driver
+    installed = version("duoka")
+    return {"name": "duoka", "rules": rules, "version": installed, "semanticVersion": installed}
 
 
 def _region(place: Place) -> _Json:

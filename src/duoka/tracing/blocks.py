@@ -43,7 +43,7 @@ from torch import nn
 from transformers import Cache
 
 from duoka import virtual
-from duoka.base.text import containing, prefixes
+from duoka.base.text import containing, is_within, prefixes
 from duoka.models.kv_cache import layer_tensors
 from duoka.models.quantization import parts
 from duoka.runtime.dispatch.arguments import bring, caches_of, mapped_call, tensors_in
@@ -457,14 +457,9 @@ def _name_modules(
         while name and blocks_in[name.rpartition(".")[0]] == {number}:
             name = name.rpartition(".")[0]
         names[name] = None
-    return tuple(name for name in names if not _is_covered(name, names))
-
-
-def _is_covered(name: str, names: dict[str, None]) -> bool:
-    """Return True if another of the names is a container of this name."""
-    return any(
-        name != another and (not another or name.startswith(another + ".")) for another in names
-    )
+    # A name below another one is left out: its container has its tensors, too.
+    outer = (name for name in names if not any(is_within(name, at) for at in names if at != name))
+    return tuple(outer)
 
 
 def _find_nearest(owner: str, spans: list[set[str]]) -> int:

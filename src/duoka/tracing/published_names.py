@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from duoka.base.text import longest_prefix
+from duoka.base.text import value_of
 from duoka.forecast.tensor_names import NamedTensor
 from duoka.models.conversion import Recipe, plan_tensors, published_tensors
 from duoka.models.quantization import num_bytes
@@ -49,16 +49,10 @@ def by_block(
     for tensor in named_tensors:
         # A module registered under two names is in a block under its first name only; a tensor of
         # its second name goes with the tensor that it is tied to.
-        number = _find_block(tensor.name, block_of)
+        number = value_of(tensor.name, block_of)
         numbers[tensor.name] = numbers[tensor.tied_to] if number is None else number
         tensors[numbers[tensor.name]].append(tensor)
     return tuple(map(tuple, tensors))
-
-
-def _find_block(name: str, block_of: Mapping[str, int]) -> int | None:
-    """Return the block whose module contains a tensor; None if no module of a block does."""
-    owner = longest_prefix(name, block_of)
-    return None if owner is None else block_of[owner]
 
 
 def _find_sources(model: nn.Module, published: Collection[str] | None) -> dict[str, list[str]]:

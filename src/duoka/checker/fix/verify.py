@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from duoka.base.text import value_of
 from duoka.base.units import format_bytes, format_count
 from duoka.errors import Faults
 from duoka.models.meta import construct
@@ -26,7 +27,7 @@ from duoka.virtual import REAL_BYTES
 
 from ..compute import Numbers, compute
 from ..run import check_subject
-from ..subject import Subject, complete_map, device_of
+from ..subject import Subject, complete_map
 
 Patched = Callable[[nn.Module], AbstractContextManager[None]]
 """Returns a context in which a model runs the patched code."""
@@ -162,7 +163,7 @@ def _distinct_layers(subject: Subject, stacks: Sequence[str], num_layers: int) -
     entries = dict(subject.entries)
     placements = [
         tuple(
-            (stack, name, device_of(f"{stack}.{layer}.{name}".rstrip("."), entries))
+            (stack, name, value_of(f"{stack}.{layer}.{name}".rstrip("."), entries))
             for stack in stacks
             for name, _ in subject.model.get_submodule(f"{stack}.{layer}").named_modules()
         )

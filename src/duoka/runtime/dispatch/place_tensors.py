@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from duoka.base.text import longest_prefix
+from duoka.base.text import is_within, longest_prefix
 from duoka.errors import Faults, ModelError, PlacementError
 from duoka.models.quantization import empty_weight, is_composed, move_weight
 from duoka.planner.placement import Placement
@@ -124,7 +124,8 @@ def on_host(
 
     Raise PlacementError if other modules share these tensors.
     """
-    hosts = {name: torch.device("cpu") for name in devices if _is_inside(name, offloaded)}
+    inside = (name for name in devices if any(is_within(name, module) for module in offloaded))
+    hosts = dict.fromkeys(inside, torch.device("cpu"))
     tensors = list(tensor_names(model))
     ids = {id(tensor) for name, tensor in tensors if name in hosts}
     shared = [name for name, tensor in tensors if id(tensor) in ids and name not in hosts]
@@ -135,11 +136,6 @@ def on_host(
             faults=Faults(split=tuple(shared)),
         )
     return hosts
-
-
-def _is_inside(name: str, modules: Sequence[str]) -> bool:
-    """Return True if a tensor's name is inside one of the modules; "" is the whole model."""
-    return any(not module or name.startswith(f"{module}.") for module in modules)
 
 
 def move_tensors(model: nn.Module, devices: Mapping[str, torch.device]) -> None:

@@ -6,7 +6,6 @@ of its memory.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from duoka.base.garbage import free_locals
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import LoadError
 from duoka.models.conversion import Recipe, initialize_derived, plan_tensors
@@ -182,7 +182,7 @@ def nothing_left(
     except BaseException as error:  # an interrupt must not leave half a model on the devices
         if undo is not None:
             undo()
-        _forget_locals(error)
+        free_locals(error)
         _empty_caches(devices)
         if isinstance(error, torch.OutOfMemoryError):
             raise LoadError(
@@ -191,13 +191,6 @@ def nothing_left(
             ) from error
         raise
     _empty_caches(devices)
-
-
-def _forget_locals(error: BaseException | None) -> None:
-    """Free the tensors in the frames of an error, since a caller may keep the error for long."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__context__
 
 
 def _empty_caches(devices: Collection[torch.device]) -> None:
