@@ -117,6 +117,13 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
+def keep(path: Path, text: str) -> None:
+    """Write a file of the cache, with its directory; errors of the file system are ignored."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text)
+
+
 def set_new_mode(path: Path) -> None:
     """Set a new file's permissions by the umask; some libraries create files with fewer."""
     sample = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")

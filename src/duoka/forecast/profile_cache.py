@@ -14,7 +14,7 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from duoka.base.files import cache_directory, read_text, write_whole
+from duoka.base.files import cache_directory, keep, read_text
 from duoka.base.serialization import from_dict, parse_json_object, to_dict
 from duoka.errors import FormatError
 from duoka.hardware.gpu_generation import GpuGeneration
@@ -52,11 +52,7 @@ def keep_profile(profile: Profile, workload: Workload, *, alone: bool = False) -
     Errors of the file system are ignored.
     """
     path = _path(_key(profile.fingerprint, workload, _versions(), alone=alone))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(to_dict(profile)))
-    except OSError:
-        return
+    keep(path, json.dumps(to_dict(profile)))
 
 
 def _key(fingerprint: str, workload: Workload, versions: Mapping[str, str], *, alone: bool) -> str:

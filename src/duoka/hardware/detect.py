@@ -199,7 +199,8 @@ class _View:
                 gpu=gpu,
                 instance=instance,
                 figures=self.calibration.of_product(part.name, part.total_bytes),
-                torch_name=names.get(_strip_uuid_prefix(part.uuid)),
+                # CUDA's UUIDs lack the prefix of NVML's, "GPU-" or "MIG-".
+                torch_name=names.get(part.uuid.lower().partition("-")[2]),
             )
             for gpu in machine.gpus
             for instance in (None, *gpu.instances)
@@ -314,11 +315,6 @@ def _describe_hidden(gpu: PresentGpu, numbers: str) -> Trouble:
         advice = f"unset {cuda_driver.VARIABLE}, or add the GPU to it: {gpu.part.uuid}"
         advice += f"; --gpus takes nvidia-smi's numbers. {numbers}" if numbers else ""
     return Trouble(state="hidden", reason=f"it is hidden from this process by {by}", advice=advice)
-
-
-def _strip_uuid_prefix(uuid: str) -> str:
-    """Strip the prefix that NVML's UUIDs have and CUDA's don't; in lower case."""
-    return uuid.lower().removeprefix("gpu-").removeprefix("mig-")
 
 
 def _device(gpu: PresentGpu) -> Device:

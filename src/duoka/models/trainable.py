@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from duoka.base.quiet import quiet_libraries
 from duoka.base.requirements import require_package
+from duoka.base.text import longest_prefix
 from duoka.errors import ModelError, UsageError
 from duoka.forecast.workload import Training
 
@@ -53,7 +54,7 @@ def make_trainable(
         model.requires_grad_(False)
     else:
         parameters = model.named_parameters()
-        frozen_dtypes = [(p, p.dtype) for name, p in parameters if _is_in(name, frozen)]
+        frozen_dtypes = [(p, p.dtype) for name, p in parameters if longest_prefix(name, frozen)]
         if training.master_weights:
             model.to(torch.float32)
         for parameter in model.parameters():
@@ -121,11 +122,6 @@ def inject(model: nn.Module, **settings: Any) -> None:
         raise UsageError(f"peft can't adapt {type(model).__name__}: {error}") from error
 
 
-def _is_in(name: str, frozen: Sequence[str]) -> bool:
-    """Return True if a name is, or lies below, any of the frozen names."""
-    return any(name == owner or name.startswith(f"{owner}.") for owner in frozen)
-
-
 def _adapt(model: nn.Module, training: Training, dtype: torch.dtype, frozen: Sequence[str]) -> None:
     """Inject trainable LoRA adapters of a dtype; all other parameters are frozen."""
     originals = {id(parameter) for parameter in model.parameters()}
@@ -152,7 +148,7 @@ def known_targets(
     Raises UsageError if a target matches no adaptable module, or all matches are frozen.
     """
     layers = {name for name, module in model.named_modules() if isinstance(module, _ADAPTABLE)}
-    trained = {name for name in layers if not _is_in(name, frozen)}
+    trained = {name for name in layers if not longest_prefix(name, frozen)}
     ends = sorted({name.rpartition(".")[2] for name in trained})
     for target in targets:
         if not _has_suffix(layers, target):

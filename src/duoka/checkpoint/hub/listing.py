@@ -11,7 +11,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from urllib.parse import quote
 
 from huggingface_hub import HfApi, constants
 
-from duoka.base.files import Stamp, cache_directory, open_regular, read_text, write_whole
+from duoka.base.files import Stamp, cache_directory, keep, open_regular, read_text
 from duoka.base.serialization import from_dict, parse_json_object, to_dict
 from duoka.errors import CheckpointError, FormatError
 
@@ -75,10 +74,8 @@ def query_listing(name: HubName) -> Listing:
     files = {file.name: file for file in _select_files(info.siblings or ())}
     listing = Listing(commit=commit, files=files)
     for revision in {name.revision, commit}:
-        path = _listing_path(name.repo, revision)
-        with suppress(OSError):  # without a stored listing the Hub is queried again
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(to_dict(listing)))
+        # If this fails, the Hub is queried again the next time.
+        keep(_listing_path(name.repo, revision), json.dumps(to_dict(listing)))
     return listing
 
 
@@ -120,9 +117,7 @@ def has_known_hash(path: Path, file: RemoteFile) -> bool:
     marker = cache_directory() / "verified" / key.hexdigest()
     is_right = marker.exists() or has_right_hash(path, file)
     if is_right:
-        with suppress(OSError):
-            marker.parent.mkdir(parents=True, exist_ok=True)
-            marker.touch()
+        keep(marker, "")
     return is_right
 
 

@@ -26,7 +26,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     tqdm,
 )
 
-from duoka.base.files import cache_directory, read_bytes, write_whole
+from duoka.base.files import cache_directory, keep, read_bytes
 from duoka.base.units import format_bytes
 from duoka.base.web import http
 from duoka.errors import CheckpointError, MachineError
@@ -224,9 +224,7 @@ class HubSnapshot:
             return self._parse_header(file, read_bytes(cached, most_bytes=MAX_HEADER_BYTES))
         text = self._fetch_header(file)
         tensors = self._parse_header(file, text)
-        with suppress(OSError):
-            cached.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(cached, text.decode("utf-8"))
+        keep(cached, text.decode("utf-8"))
         return tensors
 
     def _parse_header(self, file: RemoteFile, text: bytes) -> dict[str, TensorInfo]:

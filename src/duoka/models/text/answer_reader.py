@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -210,12 +211,8 @@ class AnswerReader(CallReader):
         self._is_cut = is_cut
         if not self.has_ended:
             self.has_ended = True
-            try:
+            with suppress(StopIteration):  # a script ends when the answer does
                 self._script.send("")
-            except StopIteration:
-                pass
-            else:
-                raise AssertionError("a script ends when the answer does")
         return self._pop_parts()
 
     def _pop_parts(self) -> list[AnswerPart]:

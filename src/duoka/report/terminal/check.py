@@ -251,7 +251,7 @@ def _render_operands(fault: Fault) -> Iterator[RenderableType]:
         text = Text(_tensor_names(operands), style="bold")
         text.append(" on ", style="not bold")
         text.append(device, style=_MOVED if moved else _KEPT)
-        yield text.append(words.describe_move(operands[0], fault), style="not bold")
+        yield text.append(f", moved to {fault.target} to continue" if moved else "", "not bold")
         tensors = list(dict.fromkeys(words.format_tensor(operand) for operand in operands))
         last_tensor = f" … {tensors[-1]}" if len(tensors) > 1 else ""
         about = f"{tensors[0]}{last_tensor}{' each' if len(operands) > len(tensors) else ''}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -268,7 +267,7 @@ def _distribute_cells(parts: Sequence[int], width: int) -> list[int]:
     for part in parts:
         ends.append(ends[-1] + part)
     cells = [round(end * width / total) for end in ends]
-    return [stop - start for start, stop in itertools.pairwise(cells)]
+    return [stop - start for start, stop in pairwise(cells)]
 
 
 def _describe_cache(plan: Plan) -> Iterator[Text]:

@@ -38,11 +38,6 @@ def describe_operation(fault: Fault) -> str:
     }[fault.kind]
 
 
-def describe_move(operand: Operand, fault: Fault) -> str:
-    """Describe where a moved tensor went; "" if it did not move."""
-    return f", moved to {fault.target} to continue" if operand.moved else ""
-
-
 def join_words(texts: Sequence[str]) -> str:
     """Join texts with commas and "and"."""
     *head, tail = texts
