@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from duoka.base.files import why
+from duoka.base.files import reading
 from duoka.base.text import choose
 from duoka.checkpoint.sampling_params import Sampling
 from duoka.errors import UsageError
@@ -274,12 +274,8 @@ def picture_size(text: str) -> tuple[int, int]:
 
 def read_stdin(*, line: bool = False) -> str:
     """Read the whole standard input, or with `line` its next line ("" at the end)."""
-    try:
+    with reading("the standard input", hint="give text in UTF-8"):
         return sys.stdin.readline() if line else sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"the standard input can't be read: {why(error)}", hint="use UTF-8"
-        ) from error
 
 
 def refuse_damaged(text: str) -> None:

@@ -238,8 +238,6 @@ class Workload:
             _check_whole(self, name, 1)
         _check_whole(self, "new_tokens", 1 if self.training is None else 0)
         _check_whole(self, "images", 0)
-        if not isinstance(self.gpu_generation, GpuGeneration):
-            raise UsageError(f"gpu_generation is {self.gpu_generation!r}", hint="omit it")
         self._check_image_size()
         object.__setattr__(self, "dtype", read_dtype(self.dtype))
         object.__setattr__(self, "quantize", read_quantization(self.quantize))

@@ -14,8 +14,6 @@ import os
 import re
 from dataclasses import dataclass, field
 
-from duoka.errors import UsageError
-
 WORKSPACE_CONFIG = "CUBLAS_WORKSPACE_CONFIG"
 """Environment variable that overrides the sizes: pairs of KiB and count, as ":4096:2:16:8"."""
 
@@ -54,7 +52,3 @@ class GpuGeneration:
     workspace_bytes: int = field(default_factory=workspace_bytes)
     before_ampere: bool = False
     expandable_segments: bool = field(default_factory=has_expandable_segments)
-
-    def __post_init__(self) -> None:
-        if self.workspace_bytes < 0:
-            raise UsageError(f"a workspace can't have {self.workspace_bytes} bytes")
