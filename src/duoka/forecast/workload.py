@@ -472,18 +472,14 @@ def _check_whole(data: Workload | Training, name: str, least: int) -> None:
 
 def whole_number(name: str, value: Any, least: int) -> int:
     """Return a value as an int; raise UsageError if not an integer, or less than `least`."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+    is_integer = isinstance(value, SupportsIndex) and not isinstance(value, bool)
+    if not is_integer or operator.index(value) < least:
+        condition = f"at least {least}" if is_integer else "an integer"
         raise UsageError(
-            f"{name} is {value!r}; it must be an integer",
+            f"{name} is {value!r}; it must be {condition}",
             hint=f"use a number of at least {least}, or omit it",
         )
-    number = operator.index(value)
-    if number < least:
-        raise UsageError(
-            f"{name} is {number}; it must be at least {least}",
-            hint=f"use a number of at least {least}, or omit it",
-        )
-    return number
+    return operator.index(value)
 
 
 def loss_chunk_tokens(num_tokens: int) -> int:

@@ -7,7 +7,6 @@ the states and runs on CUDA, the CPU and virtual GPUs; torchao's is compiled for
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import nn
 from duoka import virtual
 from duoka.base.quiet import quiet_libraries
 from duoka.base.requirements import require_package
-from duoka.errors import UsageError
 from duoka.forecast.workload import Optimizer
 
 
@@ -26,7 +24,6 @@ def make_optimizer(
     optimizer: Optimizer,
     *,
     lr: float = 1e-4,
-    betas: tuple[float, float] = (0.9, 0.999),
     weight_decay: float = 0.0,
 ) -> torch.optim.Optimizer:
     """Make the optimizer for the trained parameters of a model in this process.
@@ -39,29 +36,22 @@ def make_optimizer(
     optimizer : {"adamw", "adamw8bit", "adafactor", "sgd"}
     lr : float
         The learning rate; of Adafactor the largest change per step relative to a weight's size.
-    betas : tuple of float
-        Used by AdamW, in 32 and in 8 bit, and ignored by the others.
     weight_decay : float
         Applied to matrices; vectors (norms and biases) aren't decayed.
 
     Raises
     ------
     UsageError
-        For "adamw8bit" if bitsandbytes isn't installed; for "sgd" with a weight decay.
+        For "adamw8bit" if bitsandbytes isn't installed.
     """
     trained = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    if optimizer == "sgd" and weight_decay:
-        raise UsageError(
-            f"weight_decay is {weight_decay}, and duoka's SGD doesn't support it",
-            hint="omit it, or use adamw",
-        )
     make: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
-        "adamw": partial(torch.optim.AdamW, betas=betas),
-        "adamw8bit": partial(_adamw_8bit, betas=betas),
+        "adamw": torch.optim.AdamW,
+        "adamw8bit": _adamw_8bit,
         "adafactor": torch.optim.Adafactor,
         "sgd": torch.optim.SGD,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from rich import box
@@ -93,9 +93,7 @@ class _View:
 
 def _heading(plan: Plan) -> Text:
     model, where = plan_title(plan)
-    text = Text(model, style="bold")
-    text.append(f" {where}", style="not bold")
-    return text.append("\n" + " · ".join(plan_facts(plan)), style="not bold")
+    return Text.assemble((model, "bold"), f" {where}\n{' · '.join(plan_facts(plan))}")
 
 
 def _table(plan: Plan) -> Table:
@@ -263,10 +261,7 @@ def _distribute_cells(parts: Sequence[int], width: int) -> list[int]:
     # parts, possible in an untrusted plan file, count as 0: other parts would exceed the bar.
     parts = [max(part, 0) for part in parts]
     total = sum(parts) or 1
-    ends = [0]
-    for part in parts:
-        ends.append(ends[-1] + part)
-    cells = [round(end * width / total) for end in ends]
+    cells = [round(end * width / total) for end in accumulate(parts, initial=0)]
     return [stop - start for start, stop in pairwise(cells)]
 
 
