@@ -13,10 +13,13 @@ from .planner import NoPlan, place_best
 from .request import PlanProblem
 
 
-def solve(profile: Profile, problem: PlanProblem) -> Plan | NoPlan:
-    """Find the best placement, follow the device map, or find the largest size."""
+def solve(profile: Profile, problem: PlanProblem, *, leave_room: bool = True) -> Plan | NoPlan:
+    """Find the best placement, follow the device map, or find the largest size.
+
+    Without `leave_room` the best placement need not leave the recommended free memory.
+    """
     if problem.largest is None and problem.device_map is None:
-        return place_best(profile, problem)
+        return place_best(profile, problem, leave_room=leave_room)
     if problem.largest is None:
         return follow_map(profile, problem)
     if problem.device_map is not None:
