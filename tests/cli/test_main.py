@@ -74,7 +74,9 @@ def test_a_wrong_option_is_told_on_the_standard_error(
     assert f"hint: `duoka {command}".strip() in err
 
 
-@pytest.mark.parametrize("command", sorted({*COMMANDS} - {"gpus", "demo", "doctor", "selftest", "top"}))
+@pytest.mark.parametrize(
+    "command", sorted({*COMMANDS} - {"gpus", "demo", "doctor", "selftest", "top"})
+)
 def test_a_command_that_is_told_nothing_asks_for_it(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

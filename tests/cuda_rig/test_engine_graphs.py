@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import repeat
+from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ from cuda_rig.values import values
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import duoka
-from duoka.engine import Engine, SamplingParams
+from duoka.engine import Engine, SamplingParams, executor
 from duoka.engine.executor import InlineExecutor, outcomes_of
 from duoka.engine.sampler import SamplingRow
 from duoka.errors import GpuLostError
 from duoka.forecast.serving import Capacity
+from duoka.report.measured import Fallback
 from duoka.runtime.call import paged_model
 from duoka.runtime.call.chunk import Chunk
 
@@ -45,7 +46,7 @@ def lines_of(run: Callable[[], object]) -> list[str]:
 
 @pytest.mark.parametrize("batch", [1, 5, 6])
 def test_a_decode_step_is_one_launch(batch: int, tmp_path: Path) -> None:
-    """Sampling adds two launches; there is one copy to the GPU, and one back."""
+    """Sampling adds two launches. A copy goes to the GPU, one from it, one is for the next step."""
     plan = duoka.plan(tuning.write_model("llama", tmp_path / "model"), "1GiB", WORK)
     executor = InlineExecutor(duoka.load(plan), Capacity.of(WORK), WORK)
     row = SamplingRow(params=SamplingParams(), seed=0, place=0)
@@ -53,35 +54,61 @@ def test_a_decode_step_is_one_launch(batch: int, tmp_path: Path) -> None:
         executor.start()
         for place in range(20, 30):
             chunks = [Chunk(at, [7], place + at, [at], row) for at in range(batch)]
-            lines = lines_of(lambda c=chunks: outcomes_of(c, executor.run(c)))  # type: ignore[misc]
+            lines = lines_of(lambda c=chunks: outcomes_of(c, executor.sample(c)))  # type: ignore[misc]
             launches = [line for line in lines if line.startswith("launch")]
             assert sum("graph" in line for line in launches) == 1
             assert len(launches) <= 3
-            assert sum(line.startswith("copy") for line in lines) == 2
+            assert sum(line.startswith("copy") for line in lines) == 3
             assert sum(line.startswith("wait") for line in lines) == 1
     executor.close()
+
+
+fallbacks: list[Fallback] = []
+"""Those of the engine that has answered last."""
 
 
 def answer(plan: duoka.Plan, **options: Any) -> list[list[int]]:
     with Engine(plan, **options) as engine:
         answers = engine.generate(PROMPTS, TEN)
+        fallbacks[:] = engine.fallbacks()
     return [[choice.token for choice in each.tokens] for each in answers]
 
 
 @pytest.mark.usefixtures("engine_computes")
 @pytest.mark.parametrize("family", ["llama", "tied"])
 def test_answers_are_those_without_graphs(
-    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor does it change them that a step is launched before the tokens of the last one come."""
     model = tuning.write_model(family, tmp_path / "model")
+    without_graphs = duoka.plan(model, "1GiB", replace(WORK, cuda_graphs=False))
     with values(most=None):
-        plain = answer(duoka.plan(model, "1GiB", replace(WORK, cuda_graphs=False)))
+        with monkeypatch.context() as patch:
+            patch.setattr(executor, "_is_asynchronous", lambda model: False)
+            plain = answer(without_graphs)
+        assert answer(without_graphs) == plain
         graphs: list[list[int]] = []
         lines = lines_of(lambda: graphs.extend(answer(duoka.plan(model, "1GiB", WORK))))
     assert graphs == plain
+    assert not fallbacks
     assert len({token for tokens in plain for token in tokens}) > 3  # they say something
     assert sum("graph of" in line for line in lines) >= 5
     assert not caplog.records
+
+
+@pytest.mark.usefixtures("engine_computes")
+@pytest.mark.parametrize("is_asynchronous", [True, False])
+def test_a_step_is_launched_before_the_host_waits_for_the_last_one(
+    is_asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "_is_asynchronous", lambda model: is_asynchronous)
+    plan = duoka.plan(tuning.write_model("llama", tmp_path / "model"), "1GiB", WORK)
+    with Engine(plan) as engine:
+        engine.generate(PROMPTS, TEN)
+        lines = lines_of(lambda: engine.generate([[1, 2, 3]], TEN))
+    # The prompt isn't computed by a graph, so that one wait more than graphs comes in the end.
+    numbers = [1 if "graph of" in line else -line.startswith("wait") for line in lines]
+    assert (max(accumulate(numbers)), sum(numbers)) == (int(is_asynchronous), -1)
 
 
 @pytest.mark.usefixtures("engine_computes")
@@ -113,6 +140,7 @@ def test_faulty_graphs_are_not_used(
     expected = "results differ by" if fault == "different" else "captur"
     assert message.startswith("cuda:0: decode steps run without CUDA graphs: ")
     assert expected in message
+    assert fallbacks == [("cuda:0", "graphs", message.partition("graphs: ")[2])]
     assert sum("graph of" in line for line in lines) <= 1  # that of the comparison
     cached = torch.empty(100 * 2**20, device="cuda:0")
     reserved_bytes = torch.cuda.memory_reserved()

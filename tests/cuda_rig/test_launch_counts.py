@@ -52,17 +52,16 @@ def count_steps(
     steps = []
     with values(), torch.no_grad():
         executor.start()
-        executor.run([Chunk(0, list(range(5, 15)), 0, PAGES, row)])
-        for place in range(10, 60):
+        for place in range(7, 60):  # the first steps get pinned memory from the driver
             done = LOG.stat().st_size
             chunks = [Chunk(0, [7], place, PAGES, row)]
-            outcomes_of(chunks, executor.run(chunks))
+            outcomes_of(chunks, executor.sample(chunks))
             lines = LOG.read_text()[done:].splitlines()
             steps.append(Counter(line.split()[0] for line in lines))
             steps[-1]["pageable"] = sum("copy -1" in line and "pageable" in line for line in lines)
     executor.close()
     LOG.unlink()
-    return steps
+    return steps[3:]
 
 
 @pytest.mark.cuda_rig(gpus="2x1GiB", log=LOG)

@@ -43,10 +43,14 @@ def plan(request: pytest.FixtureRequest, model: Path) -> Any:
     return duoka.plan(model, f"virtual:{request.param}x256MiB", WORK, use_all=True)
 
 
-@pytest.fixture(scope="module")
-def engine(plan: Any) -> Iterator[Engine]:
-    with Engine(plan, processes=False) as engine:
-        yield engine
+@pytest.fixture(scope="module", params=only(["asynchronous"], ["synchronous", "asynchronous"]))
+def engine(plan: Any, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """An engine that schedules steps as on a GPU, or as on the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        is_asynchronous = request.param == "asynchronous"
+        patch.setattr("duoka.engine.executor._is_asynchronous", lambda model: is_asynchronous)
+        with Engine(plan, processes=False) as engine:
+            yield engine
 
 
 def prompts(number: int) -> list[list[int]]:
@@ -113,6 +117,19 @@ def test_a_callback_may_submit_a_request(engine: Engine) -> None:
     engine.submit([5, 6, 7], params, on_event=on_event)
     completion, stream = streams.get(timeout=60)
     assert stream.result().tokens == completion.tokens
+
+
+def test_text_is_told_while_the_next_step_runs(engine: Engine) -> None:
+    flying: list[int] = []
+    params = SamplingParams(max_new_tokens=6, logprobs=1)
+
+    def on_event(event: Any) -> None:
+        flying.append(len(engine._steps))
+
+    engine.submit([5, 6, 7], params, on_event=on_event)
+    engine.submit([5, 6, 7], params).result()
+    assert max(flying[:-2]) == engine._executor.runs_ahead
+    assert flying[-1] == 0
 
 
 def test_a_text_ends_the_answer_and_nothing_of_it_is_told(engine: Engine) -> None:

@@ -67,7 +67,7 @@ def engine_answer(model: Any, prompt: list[int], stop: int) -> list[int]:
             inputs = {"input_ids": torch.tensor([sequence.tokens])}
         with torch.no_grad():
             logits = model(**inputs).logits[:, -1]
-        finish = sequence.add(sample(logits, [sequence.row])[0])
+        finish = sequence.add(sample(logits, [sequence.row()]).choices()[0])
     return sequence.tokens[len(prompt) :]
 
 
@@ -101,8 +101,8 @@ def test_a_rule(model: Any, rules: dict[str, Any], monkeypatch: pytest.MonkeyPat
 
 def test_pairs_of_the_prompt_are_not_repeated() -> None:
     rules = GenerationRules(encoder_no_repeat_ngram_size=2)
-    assert rules.banned([1, 2, 3, 1, 4], [7, 1], []) == {2, 4}
-    assert rules.banned([1, 2, 3, 1, 4], [7], []) == set()
+    assert rules.banned([1, 2, 3, 1, 4], [7, 1], [], 2) == {2, 4}
+    assert rules.banned([1, 2, 3, 1, 4], [7], [], 1) == set()
 
 
 def test_the_end_is_no_bad_word(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ def test_rows_at_once_are_rows_one_by_one(seed: int) -> None:
     rows = [random_row(rng) for _ in range(40)]
     logits = logits_of(40)
     before = logits.clone()
-    choices = sample(logits, rows)
+    choices = sample(logits, rows).choices()
     assert torch.equal(logits, before)
     for row, values, choice in zip(rows, before, choices, strict=True):
         assert choice.token == plainly(values.tolist(), row)
@@ -114,14 +114,17 @@ def test_what_is_banned_is_chosen_where_a_grammar_allows_nothing_else() -> None:
         row = SamplingRow(
             params=params, seed=0, place=0, banned=range(20), allowed=token_bits([4, 9])
         )
-        tokens = {sample(logits_of(1), [replace(row, place=place)])[0].token for place in range(20)}
+        tokens = {
+            sample(logits_of(1), [replace(row, place=place)]).choices()[0].token
+            for place in range(20)
+        }
         assert tokens <= {4, 9}
-        assert sample(logits_of(1), [replace(row, allowed=None)])[0].token >= 20
+        assert sample(logits_of(1), [replace(row, allowed=None)]).choices()[0].token >= 20
 
 
 def row_of(params: SamplingParams) -> SamplingRow:
     params = replace(params, seed=0, max_new_tokens=5)
-    return Sequence(range(100_000), params, stop_ids=(), detokenizer=None).row  # type: ignore[arg-type]
+    return Sequence(range(100_000), params, stop_ids=(), detokenizer=None).row()  # type: ignore[arg-type]
 
 
 def test_a_row_is_small_for_a_long_prompt() -> None:

@@ -9,7 +9,7 @@ from collections import deque
 import pytest
 from sequences import sequence_of
 
-from duoka.engine.request import Completion, TokenChoice
+from duoka.engine.request import Completion, SamplingParams, TokenChoice
 from duoka.engine.scheduler import Scheduler
 from duoka.engine.sequence import Event, Sequence
 from duoka.forecast.forecast import Forecast
@@ -31,7 +31,8 @@ def request(rng: random.Random, common: list[int]) -> Sequence:
         prompt = common[: rng.randrange(1, len(common))] + prompt[:8]
     new_tokens = rng.randrange(1, 30)
     events: list[Event] = []
-    sequence = sequence_of(prompt, new_tokens, on_event=events.append)
+    stop_ids = range(rng.choice([0, 0, 100]))
+    sequence = sequence_of(prompt, new_tokens, on_event=events.append, stop_ids=stop_ids)
     ENDS[sequence.number] = events
     return sequence
 
@@ -41,11 +42,19 @@ class Memory:
 
     def __init__(self) -> None:
         self._slots: dict[int, int] = {}
+        self._sampled: list[int] = []
 
-    def compute(self, chunk: Chunk) -> TokenChoice | None:
+    def compute(self, chunks: list[Chunk]) -> list[TokenChoice | None]:
+        """Compute a step, of which some tokens may be those sampled in the step before."""
+        outcomes = [self._compute(chunk) for chunk in chunks]
+        self._sampled = [outcome.token for outcome in outcomes if outcome is not None]
+        return outcomes
+
+    def _compute(self, chunk: Chunk) -> TokenChoice | None:
         """Store a chunk; the next token, made from all that are in the sequence's pages."""
         for place, token in enumerate(chunk.tokens, chunk.start):
-            self._slots[self._slot(chunk, place)] = token
+            known = token if token >= 0 else self._sampled[-1 - token]
+            self._slots[self._slot(chunk, place)] = known
         if chunk.row is None:
             return None
         return TokenChoice(
@@ -64,7 +73,10 @@ def next_token(tokens: list[int]) -> int:
 def expected(sequence: Sequence) -> list[int]:
     tokens = list(sequence.prompt)
     for _ in range(sequence.max_new_tokens):
-        tokens.append(next_token(tokens))
+        token = next_token(tokens)
+        if token in sequence._stop_ids:
+            break
+        tokens.append(token)
     return tokens
 
 
@@ -82,9 +94,11 @@ def play(
     num_steps: int,
     number: int,
     forecast: Forecast | None = None,
+    *,
+    runs_ahead: bool = False,
 ) -> Scheduler:
     """Many requests, of which some are cancelled and some fail; each ends as it should."""
-    scheduler = Scheduler(CAPACITY, num_steps, forecast=forecast)
+    scheduler = Scheduler(CAPACITY, num_steps, forecast=forecast, runs_ahead=runs_ahead)
     memory = Memory()
     common = [rng.randrange(1000) for _ in range(20)]
     coming = [request(rng, common) for _ in range(number)]
@@ -92,6 +106,7 @@ def play(
     failing = set(rng.sample(sequences, number // 20))
     numbers = {sequence.number for sequence in failing}
     flying: deque[tuple[list[Chunk], list[TokenChoice | None]]] = deque()
+    num_ahead = 0
     while coming or scheduler.waiting or scheduler.running or flying:
         if coming and (rng.random() < 0.4 or not (scheduler.waiting or scheduler.running)):
             scheduler.add(coming.pop())
@@ -99,25 +114,29 @@ def play(
             rng.choice(sequences).is_cancelled = True
         num_preempted = scheduler.num_preempted
         oldest = next(iter(scheduler.running.values()), None)
-        if len(flying) < num_steps and (chunks := scheduler.next_step()):
+        if len(flying) < num_steps + runs_ahead and (chunks := scheduler.next_step()):
             running = scheduler.running
             assert oldest is None or oldest.number in running or oldest.is_cancelled
             assert len(scheduler.running) <= CAPACITY.sequences
             assert sum(len(chunk.tokens) for chunk in chunks) <= CAPACITY.step_tokens
+            assert all(chunk.end <= len(chunk.pages) * CAPACITY.page_tokens for chunk in chunks)
             decoding = [chunk for chunk in chunks if running[chunk.sequence].is_decoding]
             total = sum(sequence.is_decoding for sequence in running.values())
-            if forecast is None:
+            if runs_ahead:
+                num_ahead += sum(chunk.tokens[0] < 0 for chunk in chunks)
+            elif forecast is None:
                 total += scheduler.num_preempted - num_preempted
                 assert len(decoding) <= -(-total // num_steps)
             else:  # some may wait for a page
                 assert len(decoding) in (0, total) or not scheduler.pool.num_free
-            flying.append((chunks, [memory.compute(chunk) for chunk in chunks]))
+            flying.append((chunks, memory.compute(chunks)))
         elif flying:
             chunks, outcomes = flying.popleft()
             for chunk, outcome in zip(chunks, outcomes, strict=True):
                 is_bad = chunk.sequence in numbers and outcome is not None
                 scheduler.computed(chunk, ValueError("bad") if is_bad else outcome)
     assert scheduler.pool.num_free == CAPACITY.pages
+    assert not runs_ahead or num_ahead > number
     for sequence in sequences:
         check_end(sequence, sequence in failing)
     return scheduler
@@ -130,8 +149,8 @@ def check_end(sequence: Sequence, is_failing: bool) -> None:
         assert is_failing
         return
     assert isinstance(event, Completion)
-    if event.finish == "length":
-        assert not is_failing
+    if event.finish in ("length", "stop"):
+        assert not is_failing or not event.tokens
         assert sequence.tokens == expected(sequence)
     else:
         assert event.finish == "cancelled"
@@ -144,6 +163,83 @@ def check_end(sequence: Sequence, is_failing: bool) -> None:
 def test_each_ends_as_it_should(num_steps: int) -> None:
     scheduler = play(random.Random(num_steps), num_steps, REQUESTS)
     assert scheduler.num_preempted > 0
+
+
+def test_each_ends_as_it_should_if_steps_run_ahead() -> None:
+    scheduler = play(random.Random(5), 1, REQUESTS, runs_ahead=True)
+    assert scheduler.num_preempted > 0
+
+
+def test_a_step_ahead_takes_the_tokens_of_the_step_in_flight() -> None:
+    scheduler = Scheduler(ROOMY, runs_ahead=True)
+    a, b, c = (sequence_of([number] * 5, new_tokens) for number, new_tokens in enumerate((9, 2, 1)))
+    for sequence in (a, b, c):
+        scheduler.add(sequence)
+    first, second = scheduler.next_step(), scheduler.next_step()
+    assert [(chunk.sequence, len(chunk.tokens)) for chunk in first] == [
+        (a.number, 5), (b.number, 5), (c.number, 5)
+    ]  # fmt: skip
+    # The one token of c is in flight already.
+    assert [(chunk.sequence, chunk.tokens, chunk.start) for chunk in second] == [
+        (a.number, [-1], 5), (b.number, [-2], 5)
+    ]  # fmt: skip
+    assert [chunk.row.place for chunk in second] == [1, 1]
+    for chunk in first:
+        scheduler.computed(chunk, TokenChoice(token=7))
+    (third,) = scheduler.next_step()
+    assert (third.sequence, third.tokens, third.start, third.row.place) == (a.number, [-1], 6, 2)
+    assert [*scheduler.running] == [a.number, b.number]
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_sequence_that_ends_meanwhile_leaves_its_page_behind(is_cancelled: bool) -> None:
+    scheduler = Scheduler(ROOMY, runs_ahead=True)
+    sequence = sequence_of([5] * 4, 9, stop_ids=[7])
+    scheduler.add(sequence)
+    (first,), (second,) = scheduler.next_step(), scheduler.next_step()
+    assert len(second.pages) == 2
+    sequence.is_cancelled = is_cancelled
+    scheduler.computed(first, TokenChoice(token=7))
+    assert scheduler.next_step() == []
+    scheduler.computed(second, TokenChoice(token=8))
+    assert scheduler.next_step() == []
+    assert (sequence.tokens, scheduler.pool.num_free) == ([5] * 4, ROOMY.pages)
+
+
+def test_no_step_runs_ahead_of_penalties() -> None:
+    """The company would otherwise be in twice as many steps."""
+    scheduler = Scheduler(ROOMY, runs_ahead=True)
+    params = SamplingParams(presence_penalty=1.0, seed=0, max_new_tokens=3)
+    plain, changed = sequence_of([1] * 5, 9), sequence_of([2] * 5, params=params)
+    for sequence in (plain, changed):
+        scheduler.add(sequence)
+    for size in (5, 1, 1):
+        chunks = scheduler.next_step()
+        assert [len(chunk.tokens) for chunk in chunks] == [size, size]
+        assert scheduler.next_step() == []
+        for chunk in chunks:
+            scheduler.computed(chunk, TokenChoice(token=3))
+    assert [[chunk.tokens for chunk in scheduler.next_step()] for _ in range(2)] == [[[3]], [[-1]]]
+
+
+def test_who_waits_for_a_page_is_not_passed_by_younger_ones() -> None:
+    capacity = Capacity(sequences=3, context_tokens=16, pages=5, page_tokens=4, step_tokens=16)
+    scheduler = Scheduler(capacity, runs_ahead=True)
+    old, young = sequence_of([1] * 4, 12), sequence_of([2] * 7, 9)
+    for sequence in (old, young):
+        scheduler.add(sequence)
+    flying: deque[list[Chunk]] = deque()
+    while scheduler.waiting or scheduler.running or flying:
+        is_ready = old.number in scheduler.running and (old.num_left == 1 or old.awaits_token)
+        if len(flying) < 2 and (chunks := scheduler.next_step()):
+            numbers = [chunk.sequence for chunk in chunks]
+            assert not is_ready or old.number in numbers, "the young one passes by"
+            flying.append(chunks)
+        else:
+            for chunk in flying.popleft():
+                scheduler.computed(chunk, None if chunk.row is None else TokenChoice(token=1))
+    assert (old.is_preempted, young.is_preempted) == (False, True)
+    assert (len(old.tokens), len(young.tokens)) == (16, 16)
 
 
 def test_one_group_answers_where_it_is_faster() -> None:

@@ -118,6 +118,20 @@ def test_more_processes_and_stages_answer_as_one_does(
         alike(inline, staged, within=1e-3 if "cache" in work else 1e-4)
 
 
+def test_what_a_process_does_not_use_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staged: Engine
+) -> None:
+    assert staged.fallbacks() == []
+    monkeypatch.setenv("DUOKA_ATTENTION", "gather")
+    work = {"cache": "paged", "dtype": "bfloat16", "page_tokens": 256, "cuda_graphs": False}
+    plan = make_plan("llama", tmp_path, 2, pages=4, **work)
+    with Engine(plan, processes=True, warm_up="first") as engine:
+        engine.generate(prompts(1))
+        assert engine.fallbacks() == [
+            (device, "attention", "DUOKA_ATTENTION=gather") for device in ("vgpu:0", "vgpu:1")
+        ]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's
 def test_an_adapter_is_added_in_each_process(plan: Any, tmp_path: Path) -> None:

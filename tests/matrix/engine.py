@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import families
 import torch
@@ -15,6 +17,7 @@ from duoka.engine.executor import InlineExecutor
 from duoka.engine.generation_rules import GenerationRules
 from duoka.engine.scheduler import Scheduler
 from duoka.forecast.serving import Capacity
+from duoka.runtime.call.chunk import Chunk
 
 NEW_TOKENS = 10
 
@@ -42,28 +45,30 @@ def one_by_one(model: Any, prompt: list[int]) -> list[int]:
 
 
 def at_once(model: Any, texts: list[list[int]], capacity: Capacity, rng: random.Random) -> Any:
-    executor = InlineExecutor(model, capacity)
-    executor.start()
+    with patch("duoka.engine.executor._is_asynchronous", lambda model: True):  # as on a GPU
+        executor = InlineExecutor(model, capacity)
+        executor.start()
     capacity = executor.capacity
     ended: list[int] = []
-    scheduler = Scheduler(capacity, executor.num_steps, forget=ended.append)
+    scheduler = Scheduler(capacity, forget=ended.append, runs_ahead=executor.runs_ahead)
     rules = GenerationRules.of(model)
     sequences = [sequence_of(text, NEW_TOKENS, rules=rules) for text in texts]
     coming = list(sequences)
-    while coming or scheduler.waiting or scheduler.running:
+    flying: deque[list[Chunk]] = deque()
+    while coming or scheduler.waiting or scheduler.running or flying:
         if coming and (rng.random() < 0.5 or not (scheduler.waiting or scheduler.running)):
             scheduler.add(coming.pop(0))
-        chunks = scheduler.next_step()
-        if not chunks:
-            continue
-        most_tokens = max(capacity.step_tokens, len(chunks))
-        assert sum(len(chunk.tokens) for chunk in chunks) <= most_tokens
-        executor.submit(chunks)
-        result = executor.wait()
-        assert result is not None
-        assert not isinstance(result, Exception)
-        for chunk, outcome in zip(chunks, result, strict=True):
-            scheduler.computed(chunk, outcome)
+        if len(flying) <= executor.runs_ahead and (chunks := scheduler.next_step()):
+            most_tokens = max(capacity.step_tokens, len(chunks))
+            assert sum(len(chunk.tokens) for chunk in chunks) <= most_tokens
+            executor.submit(chunks)
+            flying.append(chunks)
+        elif flying:
+            result = executor.wait()
+            assert result is not None
+            assert not isinstance(result, Exception)
+            for chunk, outcome in zip(flying.popleft(), result, strict=True):
+                scheduler.computed(chunk, outcome)
     assert scheduler.pool.num_free == capacity.pages
     assert sorted(ended) == [sequence.number for sequence in sequences]
     executor.close()

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 from abuse import CHAT, exchange, message, message_of
 from prometheus_client.parser import text_string_to_metric_families
 from served import Served
+
+from duoka.report.measured import Fallback
+from duoka.serve.messages import Status
+from duoka.serve.metrics import Metrics
 
 # Of vLLM 0.33's documentation, "Production Metrics"; counters end in _total as they are read.
 VLLM = {
@@ -61,3 +67,17 @@ def test_what_was_answered_is_counted(served: Served) -> None:
     assert added["vllm:request_success_total"] == 2
     assert added["vllm:prompt_tokens_total"] == added["vllm:prefix_cache_queries_total"] == 5
     assert added["vllm:time_to_first_token_seconds_count"] == 1
+
+
+def test_what_a_device_does_not_use_is_told_with_the_reason() -> None:
+    fallback = Fallback("cuda:0", "graphs", 'results differ by "3.1%"')
+    status = Status(running=0, waiting=0, pages=4, free_pages=4, fallbacks=[fallback])
+    plan = SimpleNamespace(forecast=SimpleNamespace(devices=()))
+    engine: Any = SimpleNamespace(
+        replica=0, state="ready", num_deaths=0, status=status, settings=SimpleNamespace(plan=plan)
+    )
+    pool: Any = SimpleNamespace(engines=[engine])
+    families = text_string_to_metric_families(Metrics(pool, "glm").text().decode())
+    (sample,) = (s for family in families for s in family.samples if s.name == "duoka:fallback")
+    expected = {"model_name": "glm", "engine": "0", **fallback._asdict()}
+    assert (sample.labels, sample.value) == (expected, 1)

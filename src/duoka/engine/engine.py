@@ -27,7 +27,7 @@ from duoka.models.text.image_prompts import ImagePrompt, images_of
 from duoka.models.text.messages import ChatMessage
 from duoka.planner.out_of_memory import OutOfMemory
 from duoka.planner.plan import Plan
-from duoka.report.measured import PeakBytes
+from duoka.report.measured import Fallback, PeakBytes
 from duoka.runtime.call.chunk import Chunk
 from duoka.runtime.lost_gpu import find_lost_gpu
 from duoka.runtime.out_of_memory import describe
@@ -339,6 +339,10 @@ class Engine:
         """Return the computing seconds of each GPU since the start; empty if they are unknown."""
         return self._executor.busy_seconds()
 
+    def fallbacks(self) -> list[Fallback]:
+        """Return which GPUs attend or decode more slowly than planned, and why."""
+        return self._executor.fallbacks()
+
     def peaks(self) -> list[PeakBytes]:
         """Return the peak memory of each GPU; final once the engine is closed."""
         return self._executor.peaks()
@@ -372,8 +376,8 @@ class Engine:
         executor = self._executor
         try:
             executor.start()
-            settings = executor.capacity, executor.num_steps, executor.forget
-            self._scheduler = Scheduler(*settings, self._plan.forecast)
+            settings = executor.capacity, executor.num_steps, executor.forget, self._plan.forecast
+            self._scheduler = Scheduler(*settings, runs_ahead=executor.runs_ahead)
             started.set_result(None)
         except Exception as error:  # also InvalidStateError, if the constructor was interrupted
             executor.close()
@@ -390,8 +394,8 @@ class Engine:
             self._fail(error)
 
     def _submit_steps(self) -> None:
-        """Submit steps until the executor's `num_steps` are in flight, or there is no work."""
-        while len(self._steps) < self._executor.num_steps:
+        """Submit steps until enough are in flight for the executor, or there is no work."""
+        while len(self._steps) < self._executor.num_steps + self._executor.runs_ahead:
             with self._lock:
                 chunks = self._next_retry() or self._scheduler.next_step()
             if not chunks:

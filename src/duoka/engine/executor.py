@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from duoka.errors import ModelError
 from duoka.forecast.serving import Capacity, WarmUp
 from duoka.forecast.workload import PAGED_CACHES, Workload
 from duoka.planner.plan import Plan
-from duoka.report.measured import PeakBytes
+from duoka.report.measured import Fallback, PeakBytes
 from duoka.runtime import devices
 from duoka.runtime.call.cached_model import CachedModel
 from duoka.runtime.call.chunk import Chunk
@@ -29,7 +29,7 @@ from duoka.runtime.out_of_memory import explain
 from duoka.runtime.publisher import BusyShares, Publisher
 
 from .request import Outcome, SamplingParams
-from .sampler import SamplingRow, sample
+from .sampler import SampledTokens, SamplingRow, sample
 
 _PLAIN = Workload(prefill_chunk_tokens=None)
 _PAGEABLE_CACHES = ("dynamic", *PAGED_CACHES)
@@ -46,7 +46,9 @@ class Executor(Protocol):
     capacity: Capacity
     is_paged: bool
     num_steps: int
-    """The number of steps to keep in flight; more would not be faster."""
+    """The number of stages that compute at the same time, each another step."""
+    runs_ahead: bool
+    """True if one step more is to be in flight (see `Scheduler`)."""
 
     def start(self) -> None:
         """Warm up, and set the final capacity and `is_paged`. Called in the thread of `wait`."""
@@ -75,12 +77,25 @@ class Executor(Protocol):
     def peaks(self) -> list[PeakBytes]:
         """Return the peak memory of each device; final once the executor is closed."""
 
+    def fallbacks(self) -> list[Fallback]:
+        """Return what has failed its test at start."""
+
     def close(self) -> None:
         """Stop computing and free all resources."""
 
 
+class _StepInFlight(NamedTuple):
+    """A step: when it began, its chunks, and their sampled tokens: of all, or of each by itself."""
+
+    begin: float
+    chunks: Sequence[Chunk]
+    sampled: Sequence[SampledTokens | Exception]
+
+
 class InlineExecutor:
-    """Computes steps in this process, one after another, in `wait`.
+    """Computes steps in this process, one after another.
+
+    On a GPU `submit` launches the kernels of a step, and `wait` waits for its tokens.
 
     Parameters
     ----------
@@ -99,6 +114,7 @@ class InlineExecutor:
     """
 
     num_steps = 1
+    runs_ahead = False
 
     def __init__(
         self,
@@ -118,9 +134,9 @@ class InlineExecutor:
         self._open_model = partial(_open_model, model, capacity, workload, warm_up)
         self._devices = {str(parameter.device) for parameter in model.parameters()}
         self.capacity = capacity
-        self._steps: deque[Sequence[Chunk]] = deque()
+        self._steps: deque[_StepInFlight] = deque()
         self._woken = threading.Event()
-        self._busy_seconds = 0.0
+        self._busy_seconds = self._idle_since = 0.0
 
     def start(self) -> None:
         """See `Executor`. In the computing thread, as cuBLAS has a workspace per thread."""
@@ -128,6 +144,7 @@ class InlineExecutor:
         self._resources.callback(self._model.close)
         self.is_paged = isinstance(self._model, PagedModel)
         capacity = self.capacity
+        self.runs_ahead = isinstance(self._model, PagedModel) and self._model.runs_ahead
         if isinstance(self._model, PagedModel):
             self.capacity = replace(capacity, whole_prompts=False)
         else:
@@ -145,7 +162,10 @@ class InlineExecutor:
 
     def submit(self, chunks: Sequence[Chunk]) -> None:
         """See `Executor`."""
-        self._steps.append(chunks)
+        begin = time.perf_counter()
+        # Without pages no chunk can be recomputed, so each succeeds or fails by itself.
+        parts = [chunks] if self.is_paged else [[chunk] for chunk in chunks]
+        self._steps.append(_StepInFlight(begin, chunks, [self._launch(part) for part in parts]))
 
     def wait(self) -> Result | None:
         """See `Executor`."""
@@ -153,32 +173,57 @@ class InlineExecutor:
             self._woken.wait()
             self._woken.clear()
             return None
-        chunks = self._steps.popleft()
-        begin = time.perf_counter()
-        try:
-            if self.is_paged:
-                return self._compute(chunks)
-            # Without pages no chunk can be recomputed, so each succeeds or fails by itself.
-            results = [self._compute([chunk]) for chunk in chunks]
-            return [part if isinstance(part, Exception) else part[0] for part in results]
-        finally:
-            self._busy_seconds += time.perf_counter() - begin
+        step = self._steps.popleft()
+        if self.is_paged:
+            result = self._finish(step.chunks, step.sampled[0])
+        else:
+            results = [
+                self._finish([chunk], sampled)
+                for chunk, sampled in zip(step.chunks, step.sampled, strict=True)
+            ]
+            result = [part if isinstance(part, Exception) else part[0] for part in results]
+        now = time.perf_counter()
+        self._busy_seconds += now - max(step.begin, self._idle_since)
+        self._idle_since = now
+        return result
 
-    def _compute(self, chunks: Sequence[Chunk]) -> list[Outcome] | Exception:
-        """Compute chunks; return the error if that fails, but raise it if a GPU is lost.
+    def _launch(self, chunks: Sequence[Chunk]) -> SampledTokens | Exception:
+        """Compute chunks and sample tokens; the host doesn't wait for the GPU."""
+        try:
+            return self.sample(chunks)
+        except Exception as error:  # any error of the model's code fails only these chunks
+            return self._explain(error)
+
+    def _finish(
+        self, chunks: Sequence[Chunk], sampled: SampledTokens | Exception
+    ) -> list[Outcome] | Exception:
+        """Wait for chunks' tokens; return the outcomes, or the error if the chunks have failed."""
+        if isinstance(sampled, Exception):
+            return sampled
+        try:
+            return outcomes_of(chunks, sampled)
+        except Exception as error:
+            return self._explain(error)
+
+    def _explain(self, error: Exception) -> Exception:
+        """Return the error of a failed step, but raise it if a GPU is lost.
 
         An out-of-memory error is explained, and the memory of the failed step is freed.
         """
-        try:
-            return outcomes_of(chunks, self.run(chunks))
-        except Exception as error:  # any error of the model's code fails only these chunks
-            if lost := find_lost_gpu(error):
-                raise lost from error
-            if isinstance(error, torch.OutOfMemoryError):
-                explain(error, self._publisher)
-                error.__traceback__ = None  # its frames hold tensors on the devices
-                devices.give_back()
-            return error
+        if lost := find_lost_gpu(error):
+            raise lost from error
+        if isinstance(error, torch.OutOfMemoryError):
+            explain(error, self._publisher)
+            error.__traceback__ = None  # its frames hold tensors on the devices
+            devices.give_back()
+        return error
+
+    def sample(self, chunks: Sequence[Chunk]) -> SampledTokens:
+        """Compute chunks; sample the next token for each chunk with a row."""
+        sampled = sample_rows(chunks, self.run(chunks))
+        if isinstance(self._model, PagedModel):
+            self._model.keep_sampled(sampled.tokens)
+        return sampled
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute chunks; return the logits of the chunks with a row, [rows, vocabulary].
@@ -201,6 +246,10 @@ class InlineExecutor:
         """See `Executor`."""
         return list(filter(None, map(devices.peak_bytes, sorted(self._devices))))
 
+    def fallbacks(self) -> list[Fallback]:
+        """See `Executor`."""
+        return self._model.fallbacks if isinstance(self._model, PagedModel) else []
+
     def forget(self, sequence: int) -> None:
         """See `Executor`."""
         if isinstance(self._model, CachedModel):
@@ -215,13 +264,18 @@ class InlineExecutor:
             vars(self).pop(name, None)
 
 
-def outcomes_of(chunks: Sequence[Chunk], logits: Tensor) -> list[Outcome]:
-    """Sample the next token for each chunk with a row; the outcome of other chunks is None.
+def sample_rows(chunks: Sequence[Chunk], logits: Tensor) -> SampledTokens:
+    """Sample the next token for each chunk with a row.
 
     `logits` are [rows, vocabulary]; rows beyond the chunks' are padding.
     """
     rows = [chunk.row for chunk in chunks if chunk.row is not None]
-    choices = iter(sample(logits, rows + [_PADDING_ROW] * (len(logits) - len(rows))))
+    return sample(logits, rows + [_PADDING_ROW] * (len(logits) - len(rows)))
+
+
+def outcomes_of(chunks: Sequence[Chunk], sampled: SampledTokens) -> list[Outcome]:
+    """Wait for the tokens of chunks; the outcome of a chunk without a row is None."""
+    choices = iter(sampled.choices())
     return [None if chunk.row is None else next(choices) for chunk in chunks]
 
 
@@ -232,9 +286,15 @@ def _open_model(
     if workload.cache in _PAGEABLE_CACHES and not workload.images and reads_pages(model):
         # Raises ModelError if the model's code needs more than causal attention.
         with suppress(ModelError), ExitStack() as undo, reading_pages(model):
-            paged = PagedModel(model, capacity)
+            paged = PagedModel(model, capacity, runs_ahead=_is_asynchronous(model))
             undo.callback(paged.close)
             paged.warm_up(warm_up)
             undo.pop_all()
             return paged
     return CachedModel(model, workload)
+
+
+def _is_asynchronous(model: PreTrainedModel) -> bool:
+    """Return True if a model is on a single GPU, which computes while the host goes on."""
+    devices = {parameter.device for parameter in model.parameters()}
+    return len(devices) == 1 and devices.pop().type == "cuda"

@@ -77,6 +77,13 @@ class GenerationRules:
                 hint="download generation_config.json again, or delete it",
             ) from error
 
+    @property
+    def reads_tokens(self) -> bool:
+        """True if tokens are banned depending on those before."""
+        return bool(
+            self.bad_words or self.no_repeat_ngram_size or self.encoder_no_repeat_ngram_size
+        )
+
     def context(self, prompt: Sequence[int]) -> Sequence[int]:
         """Return the decoder's tokens before the answer: the prompt, or the start token."""
         return prompt if self.start is None else (self.start,)
@@ -88,16 +95,21 @@ class GenerationRules:
         return self.forced_bos if place + len(self.context(prompt)) == 1 else None
 
     def banned(
-        self, prompt: Sequence[int], answer: Sequence[int], stop_ids: Sequence[int]
+        self, prompt: Sequence[int], answer: Sequence[int], stop_ids: Sequence[int], place: int
     ) -> set[int]:
-        """Return the tokens that must not follow `answer`, by their ids."""
-        context, place = self.context(prompt), len(answer)
+        """Return the tokens that must not be at a position of the answer, by their ids.
+
+        `answer` has the tokens before, which are only read if `reads_tokens`.
+        """
+        context = self.context(prompt)
         banned = set(self.suppressed)
         # The first free position: 0, or 1 if the token at 0 is forced.
         if place == (self.forced(prompt, 0, is_last=False) is not None):
             banned |= set(self.begin_suppressed)
         if len(context) + place < self.min_length or place < self.min_new_tokens:
             banned |= set(stop_ids)
+        if not self.reads_tokens:
+            return banned
         tokens = (*context, *answer)
         for *prefix, final_token in self.bad_words:
             is_end = not prefix and final_token in stop_ids

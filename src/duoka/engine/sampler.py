@@ -11,12 +11,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from duoka.runtime.devices import send
+from duoka.runtime.devices import empty_host, record_event, send, wait
 from duoka.runtime.draw import BANNED, LogitChange, change, draw, mask, with_log_probabilities
 
 from .request import SamplingParams, TokenChoice
@@ -57,8 +57,39 @@ class SamplingRow:
         return bool(is_biased or self.allowed is not None)
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[TokenChoice]:
-    """Sample a token for each row of logits, [rows, vocabulary]."""
+class SampledTokens:
+    """The tokens sampled for rows of logits, on their way to the host.
+
+    Parameters
+    ----------
+    tokens : Tensor
+        [rows], on the device.
+    rows : sequence of SamplingRow
+    raw : Tensor
+        The logits, [rows, vocabulary], for log-probabilities.
+    """
+
+    def __init__(self, tokens: Tensor, rows: Sequence[SamplingRow], raw: Tensor) -> None:
+        self.tokens, self._rows = tokens, rows
+        self._has_logprobs = any(row.params.logprobs is not None for row in rows)
+        values = with_log_probabilities(raw, tokens) if self._has_logprobs else tokens
+        self._on_host = empty_host(values.shape, values.dtype, values.device)
+        self._on_host.copy_(values, non_blocking=True)
+        self._copied = record_event(values.device)
+
+    def choices(self) -> list[TokenChoice]:
+        """Wait for the tokens; return them, with log-probabilities where requested."""
+        wait(self._copied)
+        values = self._on_host.tolist()
+        if not self._has_logprobs:
+            return [TokenChoice(token=token) for token in values]
+        return [
+            _make_choice(row, *numbers) for row, numbers in zip(self._rows, values, strict=True)
+        ]
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
+    """Sample a token for each row of logits, [rows, vocabulary]; the host doesn't wait."""
     # Order: raw logits → penalties, biases, banned tokens → grammar mask → argmax for greedy rows;
     # for others temperature → top-k → top-p and min-p → draw by the row's random number.
     # Log-probabilities are those of the raw logits.
@@ -75,7 +106,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[TokenChoice]:
         columns = _make_columns(rows, raw)
         is_drawn = columns[-1, :, 0] > 0
         tokens = torch.where(is_drawn, draw(changed, *columns[:-1]), tokens)
-    return _make_choices(raw, tokens, rows)
+    return SampledTokens(tokens, rows, raw)
 
 
 def _collect_changes(row: SamplingRow, vocabulary: int) -> dict[int, LogitChange]:
@@ -132,17 +163,10 @@ def _random_number(seed: int, place: int) -> float:
     return random.Random(f"{seed}/{place}").random()
 
 
-def _make_choices(raw: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) -> list[TokenChoice]:
-    """Make a `TokenChoice` for each row, with log-probabilities of raw logits if requested."""
-    if all(row.params.logprobs is None for row in rows):
-        return [TokenChoice(token=token) for token in tokens.tolist()]
-    choices = []
-    joined = with_log_probabilities(raw, tokens).tolist()
-    for row, (token, logprob, *best) in zip(rows, joined, strict=True):
-        number, half = row.params.logprobs, len(best) // 2
-        choice = TokenChoice(token=int(token))
-        if number is not None:
-            pairs = zip(map(int, best[half : half + number]), best[:number], strict=False)
-            choice = replace(choice, logprob=logprob, top_logprobs=tuple(pairs))
-        choices.append(choice)
-    return choices
+def _make_choice(row: SamplingRow, token: float, logprob: float, *best: float) -> TokenChoice:
+    """Make a row's `TokenChoice` of the numbers of `with_log_probabilities`."""
+    number, half = row.params.logprobs, len(best) // 2
+    if number is None:
+        return TokenChoice(token=int(token))
+    pairs = zip(map(int, best[half : half + number]), best[:number], strict=False)
+    return TokenChoice(token=int(token), logprob=logprob, top_logprobs=tuple(pairs))

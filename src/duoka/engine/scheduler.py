@@ -15,6 +15,10 @@ for its tokens so far, and one more page for each running sequence. When pages r
 sequence is preempted: it releases its pages, returns to the head of the queue, and is recomputed
 later (prompt and generated tokens). A sequence is preempted only for an older one, and a single
 sequence always fits, so the oldest sequence always advances and all sequences finish.
+
+*Asynchronous scheduling.* A decode step may be scheduled while the step before it computes the
+tokens that it continues, so that the GPU needn't wait for the host. The host then learns one step
+too late that a generation has ended, and drops the further token.
 """
 
 from __future__ import annotations
@@ -49,6 +53,8 @@ class Scheduler:
     forecast : Forecast, optional
         The plan's forecast, for the sizes of micro-batches and prefill chunks. Without seconds in
         it, sizes are equal in tokens.
+    runs_ahead : bool
+        True if one step is scheduled while another is in flight, both in the same stage.
     """
 
     def __init__(
@@ -57,9 +63,13 @@ class Scheduler:
         num_steps: int = 1,
         forget: Callable[[int], None] | None = None,
         forecast: Forecast | None = None,
+        *,
+        runs_ahead: bool = False,
     ) -> None:
         self.capacity = capacity
         self._num_steps = num_steps
+        self._runs_ahead = runs_ahead
+        self._rows: dict[int, int] = {}  # of logits, by sequence, in the latest step
         self.num_preempted = 0
         self._forget = forget
         self._speeds = () if forecast is None else forecast.serving_speeds
@@ -87,31 +97,52 @@ class Scheduler:
     # step at a time; two micro-batches keep two stages busy. The tokens of a prompt are known: p1
     # enters stage 0 while p0 is in stage 1. Each stage computes steps in order, so p0's keys are in
     # the pages of that stage when p1 arrives.
+    #
+    # With asynchronous scheduling (one stage) a, b, c are in every step. While step n samples token
+    # 7 of a, step n + 1 is scheduled with the token "row of a in step n", and samples token 8:
+    #
+    #     host   schedule n + 1 │ texts of n - 1 │ wait for n │ schedule n + 2 │ texts of n │ …
+    #     GPU    ────── step n ────────────────────┤├──────── step n + 1 ───────────────────┤├ …
+    #
+    # A grammar or a penalty needs the tokens on the host: with such a sequence steps follow one
+    # another, as a step without it would delay it.
     def next_step(self) -> list[Chunk]:
         """Choose the chunks of the next step; empty if no sequence can advance now."""
         self._end_cancelled()
         self._admit()
+        is_in_flight = any(sequence.is_in_step for sequence in self.running.values())
+        can_run_ahead = all(sequence.can_run_ahead for sequence in self.running.values())
+        if self._runs_ahead and is_in_flight and not can_run_ahead:
+            return []
         sequences = [sequence for sequence in self.running.values() if not sequence.is_cancelled]
         decoding = [sequence for sequence in sequences if sequence.is_decoding]
         ready = [sequence for sequence in decoding if sequence.num_left]
+        if self._runs_ahead:
+            ready = [s for s in sequences if s.awaits_token or (s.is_decoding and s.num_left)]
         # `share` is the size of a decode micro-batch. With 5 decoding sequences and 2 steps in
         # flight, a step takes up to 3 that are in no step. Ungrouped, a step takes all of them,
         # once none is in a step.
         share = -(-len(decoding) // self._num_steps)
-        if not self._is_grouped(len(decoding)):
+        if self._num_steps == 1:
+            share = len(ready)
+        elif not self._is_grouped(len(decoding)):
             share = 0 if len(ready) < len(decoding) else len(ready)
         # The oldest sequence gets pages first; younger ones may be preempted for it.
-        chunks = [
-            self._make_chunk(sequence, 1) for sequence in ready[:share] if self._take_page(sequence)
-        ]
+        chunks = []
+        for sequence in ready[:share]:
+            if self._take_page(sequence):
+                chunks.append(self._make_chunk(sequence, 1))
+            elif self._runs_ahead and sequence.number in self.running:
+                break  # younger sequences would stay in steps, and keep their pages
         token_budget = self._prefill_budget(len(chunks))
         for sequence in sequences:
             is_prefilling = sequence.number in self.running and not sequence.is_decoding
-            number = sequence.num_left if is_prefilling else 0
+            number = max(0, sequence.num_left) if is_prefilling else 0
             is_cut = number > token_budget and self.capacity.whole_prompts
             if number and token_budget > 0 and not (is_cut and chunks):
                 chunks.append(self._make_chunk(sequence, min(token_budget, number)))
                 token_budget -= len(chunks[-1].tokens)
+        self._count_rows(chunks)
         return chunks
 
     def schedule_again(self, chunks: Items[Chunk]) -> list[Chunk]:
@@ -122,20 +153,28 @@ class Scheduler:
             if sequence is not None:  # later chunks of the sequence have failed, too
                 sequence.scheduled = chunk.start
                 renewed.append(self._make_chunk(sequence, len(chunk.tokens)))
+        self._count_rows(renewed)
         return renewed
 
     def _make_chunk(self, sequence: Sequence, num_tokens: int) -> Chunk:
         """Return the next `num_tokens` tokens of a sequence as a chunk; mark them as scheduled."""
         start, end = sequence.scheduled, sequence.scheduled + num_tokens
         sequence.scheduled = end
+        ahead = end - sequence.num_tokens  # 1: behind the token that the step in flight samples
         return Chunk(
             sequence.number,
-            sequence.tokens[start:end],
+            sequence.tokens[start:end] if ahead <= 0 else [-1 - self._rows[sequence.number]],
             start,
             sequence.pages,
-            sequence.row if end == sequence.num_tokens else None,
+            sequence.row(ahead) if ahead >= 0 else None,
             None if start else sequence.images,
         )
+
+    def _count_rows(self, chunks: Items[Chunk]) -> None:
+        """Note the row of logits of each sequence in a step."""
+        if chunks:
+            sampled = [chunk.sequence for chunk in chunks if chunk.row is not None]
+            self._rows = {sequence: row for row, sequence in enumerate(sampled)}
 
     def _find_running(self, chunk: Chunk) -> Sequence | None:
         """Return the running sequence of a chunk; None if it has ended or was preempted.
@@ -250,7 +289,7 @@ class Scheduler:
         """
         if sequence.number not in self.running:  # preempted a moment ago
             return False
-        missing = self.pool.pages_for(sequence.num_tokens) - len(sequence.pages)
+        missing = self.pool.pages_for(sequence.scheduled + 1) - len(sequence.pages)
         while self.pool.num_free < missing:
             youngest = next(
                 s for s in reversed(self.running.values()) if s is sequence or not s.is_in_step

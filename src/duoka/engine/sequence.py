@@ -29,12 +29,15 @@ _NO_RULES = GenerationRules()
 #     tokens      p p p p p g g    num_tokens 7
 #     computed    6                keys and values are in pages; is_decoding
 #     scheduled   7                taken by steps; is_in_step, num_left 0
+#
+# A step may be scheduled for the token that the step in flight samples (`Scheduler.next_step`):
+# `scheduled` is then 8.
 class Sequence:
     """A request in progress: its prompt, the tokens generated so far, and its pages.
 
     `params` must have a seed and `max_new_tokens`. `computed` counts the tokens whose keys and
     values are in `pages`, `scheduled` the tokens that are in a step or computed: computed ≤
-    scheduled ≤ num_tokens. `shared_tokens` counts the prompt's tokens that were found in shared
+    scheduled ≤ num_tokens + 1. `shared_tokens` counts the prompt's tokens that were found in shared
     pages.
     """
 
@@ -88,7 +91,7 @@ class Sequence:
 
     @property
     def num_left(self) -> int:
-        """The number of tokens neither computed nor in a step."""
+        """The number of tokens neither computed nor in a step; -1 if a step is ahead of them."""
         return self.num_tokens - self.scheduled
 
     @property
@@ -102,10 +105,21 @@ class Sequence:
         return self.scheduled > self.computed
 
     @property
-    def row(self) -> SamplingRow:
-        """The parameters for sampling the next token."""
-        params, place, rules = self._row_params, len(self._answer), self._rules
-        banned = rules.banned(self.prompt, self._answer, self._stop_ids)
+    def can_run_ahead(self) -> bool:
+        """True if the next token's `row` doesn't depend on the tokens before it."""
+        depends = self.params.has_penalties or self._rules.reads_tokens
+        return self._matcher is None and not depends
+
+    @property
+    def awaits_token(self) -> bool:
+        """True if all tokens so far are in a step or computed, and the next isn't the last one."""
+        is_last = len(self._answer) + 1 == self.max_new_tokens
+        return self.is_in_step and self.num_left == 0 and not is_last
+
+    def row(self, ahead: int = 0) -> SamplingRow:
+        """Return the parameters for sampling the next token, or if `ahead` is 1 the one after."""
+        params, place, rules = self._row_params, len(self._answer) + ahead, self._rules
+        banned = rules.banned(self.prompt, self._answer, self._stop_ids, place)
         if place < params.min_new_tokens:
             banned |= set(self._stop_ids)
         allowed = None if self._matcher is None else self._matcher.allowed

@@ -15,7 +15,7 @@ from torch import Tensor
 from duoka.forecast.serving import StepSize
 from duoka.runtime.call.paged_model import PagedModel
 from duoka.runtime.call.paged_step import PagedStep, fill
-from duoka.runtime.call.step_graphs import Recorded, StepGraphs, refuse_difference
+from duoka.runtime.call.step_graphs import Recorded, refuse_difference
 from duoka.stages.channels import Channel, TensorMessage
 from duoka.stages.interceptor import BlockInterceptor
 from duoka.stages.micro_batch import StageMicroBatch
@@ -68,14 +68,13 @@ class StageGraphs:
         self, paged: PagedModel, interceptor: BlockInterceptor, device: torch.device
     ) -> None:
         self._paged, self._interceptor, self._device = paged, interceptor, device
-        self._graphs = StepGraphs(device)
         # By stage and tokens: the transfers of received and of sent tensors, by number.
         self._transfers: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
 
     def forward(self, stage: int, step: PagedStep, micro_batch: StageMicroBatch) -> Tensor | None:
         """Compute a stage of a step; return the logits in the last stage, else None."""
         key = stage, step.num_tokens
-        graph = self._graphs.get(key) if step.is_decoding else None
+        graph = self._paged.graphs.get(key) if step.is_decoding else None
         if graph is None:
             return micro_batch.forward(self._interceptor, self._paged.call(step, self._device))
         received, sent = self._transfers[key]
@@ -100,13 +99,13 @@ class StageGraphs:
         or if the results differ, all stages of the device go on without graphs.
         """
         step, tensors, logits = computed
-        if not self._graphs.is_usable or not self._paged.cache.capacity.graph_steps():
+        if not self._paged.graphs.is_usable or not self._paged.cache.capacity.graph_steps():
             return
-        with self._graphs.trying():
+        with self._paged.graphs.trying():
             empty = KeptTensors(self._device)
             key = stage, step.num_tokens
             size = StepSize(tokens=step.num_tokens, rows=1, logits=len(step.last_rows))
-            self._graphs.record(key, lambda: self._record(size, empty, make(empty)))
+            self._paged.graphs.record(key, lambda: self._record(size, empty, make(empty)))
             self._transfers[key] = [*empty.received], [*empty.sent]
             replayed = KeptTensors(self._device, inputs=tensors.received)
             result = self.forward(stage, step, make(replayed))

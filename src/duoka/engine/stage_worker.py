@@ -40,7 +40,7 @@ from duoka.stages.shared_memory import Notes, SharedMemory, SharedMemoryChannel
 from duoka.workers.portable import make_portable
 from duoka.workers.worker import run_with_channel
 
-from .executor import outcomes_of
+from .executor import outcomes_of, sample_rows
 from .request import Outcome
 from .stage_graphs import KeptTensors, StageGraphs
 
@@ -138,6 +138,12 @@ class _StageWorker:
             notes = Notes(self._busy_seconds, peaks.allocated_bytes, peaks.reserved_bytes)
             self._memory.note(self._rank, notes)
 
+    def _report_trial(self, driver: Connection) -> None:
+        """Tell the driver what the trial steps so far have found."""
+        self._write_peaks()
+        for fallback in self._paged.fallbacks:
+            driver.send(fallback)
+
     def _report_loss(self, driver: Connection, error: Exception) -> None:
         """Report a GPU that was lost while its results were copied; see `_compute` for others."""
         if lost := find_lost_gpu(error, str(self._device)):
@@ -182,7 +188,7 @@ class _StageWorker:
             failure.__traceback__ = None  # its frames hold tensors on the device
         begin += self._channel.waited_seconds - waited
         if step.size is not None:
-            self._write_peaks()
+            self._report_trial(driver)
         if failure is not None:  # must reach the driver before later stages' reports
             driver.send(StageReport(step.number, failure, is_last))
             if isinstance(failure, GpuLostError):
@@ -197,7 +203,7 @@ def _find_outcomes(step: EngineStep, logits: torch.Tensor) -> list[Outcome]:
     """Sample the tokens of a step; of a trial step, in every way."""
     if step.size is not None:
         draw_in_every_way(logits)
-    return outcomes_of(step.chunks, logits)
+    return outcomes_of(step.chunks, sample_rows(step.chunks, logits))
 
 
 def main() -> None:

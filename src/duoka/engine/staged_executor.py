@@ -22,7 +22,7 @@ from duoka.errors import GpuLostError, MachineError
 from duoka.forecast.serving import FIRST, Capacity, StepSize, WarmUp
 from duoka.models.lora import LoraAdapter
 from duoka.planner.plan import Plan
-from duoka.report.measured import PeakBytes
+from duoka.report.measured import Fallback, PeakBytes
 from duoka.runtime.call.chunk import Chunk
 from duoka.stages.route import Routes
 from duoka.stages.shared_memory import SharedMemory, connect
@@ -80,6 +80,7 @@ class StagedExecutor:
     """
 
     is_paged = True
+    runs_ahead = False
 
     def __init__(
         self,
@@ -100,6 +101,7 @@ class StagedExecutor:
         self._numbers = count()
         self._failures: dict[int, Exception] = {}
         self._results: deque[Result] = deque()
+        self._fallbacks: set[Fallback] = set()
         # The number of steps in flight, and when a step was last submitted or reported on.
         self._num_in_flight, self._last_activity_at = 0, 0.0
         # The heartbeats when last all of them had changed, and for how long one of them hasn't.
@@ -249,6 +251,10 @@ class StagedExecutor:
             if notes.reserved_bytes
         ]
 
+    def fallbacks(self) -> list[Fallback]:
+        """See `Executor`."""
+        return sorted(self._fallbacks)
+
     def _end_workers(self) -> None:
         """Tell the workers to end, and kill those that are left after the grace period."""
         for driver in self._drivers:
@@ -296,8 +302,11 @@ class StagedExecutor:
         Raises GpuLostError if that is what the worker reports.
         """
         with self._raising_losses(rank):
-            report: StageReport = self._drivers[rank].recv()
+            report: StageReport | Fallback = self._drivers[rank].recv()
         self._last_activity_at = time.monotonic()
+        if isinstance(report, Fallback):
+            self._fallbacks.add(report)
+            return
         if isinstance(report.outcome, GpuLostError):
             raise report.outcome
         if isinstance(report.outcome, Exception):

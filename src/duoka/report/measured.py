@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from duoka.forecast.forecast import Forecast
 from duoka.forecast.stage_bytes import StageBytes
@@ -17,6 +17,18 @@ class PeakBytes:
     device: str
     allocated_bytes: int
     reserved_bytes: int
+
+
+class Fallback(NamedTuple):
+    """What a device doesn't use, since it failed a test at start, and the reason.
+
+    FlashAttention over pages ("attention"): keys and values are gathered. Or CUDA graphs
+    ("graphs"): the kernels of decode steps are launched one by one.
+    """
+
+    device: str
+    unused: Literal["attention", "graphs"]
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -178,6 +178,7 @@ class EngineProcess:
             reserved_bytes={peak.device: peak.reserved_bytes for peak in self._engine.peaks()},
             busy_seconds=self._engine.busy_seconds(),
             busy_shares=self._busy_shares(),
+            fallbacks=self._engine.fallbacks(),
         )
 
 

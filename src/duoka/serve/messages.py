@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from duoka.base.answer_parts import PartKind
 from duoka.planner.plan import Plan
+from duoka.report.measured import Fallback
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +150,7 @@ class Counted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """The load of an engine, and by device its reserved bytes, busy seconds and busy share."""
+    """The load of an engine; its fallbacks; by device reserved bytes, busy seconds, busy share."""
 
     running: int
     waiting: int
@@ -159,6 +160,7 @@ class Status:
     reserved_bytes: Mapping[str, int] = field(default_factory=dict)
     busy_seconds: Mapping[str, float] = field(default_factory=dict)
     busy_shares: Mapping[str, float] = field(default_factory=dict)
+    fallbacks: Sequence[Fallback] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,6 +141,9 @@ class _EngineCollector(Collector):
         busy = CounterMetricFamily(
             "duoka:stage_busy_seconds", "Busy seconds by device.", labels=[*labels, "device"]
         )
+        fallback = gauge(
+            "duoka:fallback", "What a device doesn't use, and why.", "device", "unused", "reason"
+        )
         share = gauge("duoka:busy_share", "Fraction of recent time busy.", "device")
         for engine in self._pool.engines:
             at = [self._model, str(engine.replica)]
@@ -159,7 +162,9 @@ class _EngineCollector(Collector):
                 share.add_metric([*at, device], part)
             for device, number in status.reserved_bytes.items():
                 reserved.add_metric([*at, device], number)
+            for found in status.fallbacks:
+                fallback.add_metric([*at, *found], 1.0)
             for device, seconds in status.busy_seconds.items():
                 busy.add_metric([*at, device], seconds)
         yield from (running, waiting, usage, up, reserved, forecast)
-        yield from (share, preempted, deaths, busy)
+        yield from (share, preempted, deaths, busy, fallback)

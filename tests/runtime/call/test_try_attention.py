@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from duoka.runtime.call import try_attention
-from duoka.runtime.call.try_attention import find_fault, reads_in_place
+from duoka.runtime.call.try_attention import find_fault, reason_to_gather
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -58,7 +58,7 @@ def test_a_fault_is_told_and_pages_are_gathered(
 ) -> None:
     monkeypatch.delenv("DUOKA_ATTENTION", raising=False)
     monkeypatch.setattr(try_attention, "_attend", wrong(name))
-    assert not reads_in_place(CUDA, 64)
+    assert reason_to_gather(CUDA, 64).startswith(fault)
     (record,) = caplog.records
     assert f"FlashAttention over pages can't be used ({fault}" in record.getMessage()
 
@@ -71,10 +71,12 @@ def test_the_numbers_of_the_test_tell_masks_and_pages_apart() -> None:
     assert right.isfinite().all()
 
 
-@pytest.mark.parametrize(("choice", "expected"), [("gather", False), ("flash", True)])
+@pytest.mark.parametrize(
+    ("choice", "expected"), [("gather", "DUOKA_ATTENTION=gather"), ("flash", "")]
+)
 def test_a_choice_is_not_tested(
-    choice: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+    choice: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DUOKA_ATTENTION", choice)
     monkeypatch.setattr(try_attention, "find_fault", None)
-    assert reads_in_place(CUDA, 64) == expected
+    assert reason_to_gather(CUDA, 64) == expected

@@ -18,7 +18,8 @@ class Chunk:
     sequence : int
         Number of the sequence.
     tokens : sequence of int
-        The new tokens.
+        The new tokens. The number -1 - r is the token that the step before this one samples for its
+        row r of logits, and which the host doesn't know yet.
     start : int
         Position of the first new token in its sequence.
     pages : sequence of int

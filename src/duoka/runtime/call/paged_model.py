@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from duoka.errors import ModelError
 from duoka.forecast.serving import FIRST, Capacity, StepSize, WarmUp
 from duoka.models.kv_cache import new_cache
+from duoka.report.measured import Fallback
 
 from ..devices import peak_bytes
 from ..draw import draw_in_every_way
@@ -25,7 +26,7 @@ from .chunk import Chunk
 from .paged_cache import PagedCache
 from .paged_step import PagedStep, fill
 from .step_graphs import Recorded, StepGraph, StepGraphs, refuse_difference
-from .try_attention import reads_in_place
+from .try_attention import reason_to_gather
 
 _SERVED = frozenset({"full_attention", "sliding_attention"})
 
@@ -45,6 +46,9 @@ class PagedModel:
         True if `start` has succeeded for the same model elsewhere.
     is_spread : bool, optional
         True if the model's blocks may be on several devices; by default, if its parameters are.
+    runs_ahead : bool
+        True if steps may have tokens that the step before samples (see `Chunk`), each given to
+        `keep_sampled`.
     """
 
     def __init__(
@@ -55,17 +59,26 @@ class PagedModel:
         *,
         is_known: bool = False,
         is_spread: bool | None = None,
+        runs_ahead: bool = False,
     ) -> None:
         self.model: Any = model
         self.device: torch.device = model.device if device is None else device
         self._attention_before = model.config._attn_implementation
         windows = _windows_of(model)
         devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
+        self._reasons_to_gather: dict[torch.device, str] = {}
         if capacity.has_block_tables:
-            is_usable = all(reads_in_place(device, _head_dim(model)) for device in devices)
-            capacity = replace(capacity, gathers=not is_usable)
+            head_dim = _head_dim(model)
+            reasons = {device: reason_to_gather(device, head_dim) for device in devices}
+            self._reasons_to_gather = reasons
+            capacity = replace(capacity, gathers=any(reasons.values()))
         self.cache = PagedCache(capacity, {0, *windows})
-        self._graphs = StepGraphs(self.device)
+        self.graphs = StepGraphs(self.device)
+        self.runs_ahead = runs_ahead
+        self._sampled: Tensor | None = None  # of the latest step, by its rows of logits
+        if runs_ahead:
+            rows = capacity.logits(capacity.sequences)
+            self._sampled = torch.zeros(rows, dtype=torch.long, device=self.device)
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._is_spread = len(devices) > 1 if is_spread is None else is_spread
         paged_attention.register()
@@ -73,10 +86,19 @@ class PagedModel:
         if is_known:
             self._omit_masks(dict(enumerate(windows)))
 
+    @property
+    def fallbacks(self) -> list[Fallback]:
+        """What has failed its test so far."""
+        reasons = self._reasons_to_gather.items()
+        found = [Fallback(str(device), "attention", reason) for device, reason in reasons if reason]
+        if self.graphs.fault:
+            found.append(Fallback(str(self.device), "graphs", self.graphs.fault))
+        return found
+
     def close(self) -> None:
         """Restore the model's own attention, and free the cache."""
         self.model.set_attn_implementation(self._attention_before)
-        self._graphs.clear()
+        self.graphs.clear()
         del self.cache
 
     @torch.no_grad()
@@ -116,9 +138,9 @@ class PagedModel:
 
         After an error, or if results differ, steps go on as they do without graphs.
         """
-        if not self._graphs.is_usable or self._is_spread:
+        if not self.graphs.is_usable or self._is_spread:
             return
-        with self._graphs.trying():
+        with self.graphs.trying():
             for size in self.cache.capacity.graph_steps():
                 refuse_difference(*self.record_graph(size))
 
@@ -130,7 +152,7 @@ class PagedModel:
         """
         step = self.step(size=size, is_decoding=True)
         expected = self.call(step, self.device)()
-        self._graphs.record(size.tokens, partial(self._record, size))
+        self.graphs.record(size.tokens, partial(self._record, size))
         return [self.call(step, self.device)()], [expected]
 
     def _record(self, size: StepSize) -> Recorded:
@@ -142,7 +164,9 @@ class PagedModel:
         """Return a function that calls the model with a decode step, and the step's empty table."""
         step = PagedStep.of_decoding(size, self.cache, 0)
         table = torch.empty(len(step.numbers()), dtype=torch.long, device=self.device)
-        return self._bind(step, step.arguments(table)), table
+        inputs = step.arguments(table)
+        self._insert_sampled(inputs["input_ids"])
+        return self._bind(step, inputs), table
 
     def try_out(self, size: StepSize) -> None:
         """Run a step of a given size, and every path of sampling on its logits."""
@@ -173,9 +197,23 @@ class PagedModel:
         The function returns the logits of `step.last_rows`, [rows, vocabulary]: of the chunks with
         a `row`, in the caller's order, then padding.
         """
-        if step.is_decoding and (graph := self._graphs.get(step.num_tokens)):
+        if step.is_decoding and (graph := self.graphs.get(step.num_tokens)):
             return partial(_replay, graph, step)
-        return self._bind(step, step.inputs(device))
+        inputs = step.inputs(device)
+        if step.takes_sampled:
+            self._insert_sampled(inputs["input_ids"])
+        return self._bind(step, inputs)
+
+    def keep_sampled(self, tokens: Tensor) -> None:
+        """Keep the tokens sampled for the rows of the latest step, [rows], for the next step."""
+        if self._sampled is not None:
+            self._sampled[: len(tokens)].copy_(tokens)
+
+    def _insert_sampled(self, tokens: Tensor) -> None:
+        """Replace each token -1 - r by the kept token of row r, without knowing it on the host."""
+        if self._sampled is not None:
+            rows = tokens.bitwise_not().clamp_(min=0)  # ~(-1 - r) is r
+            tokens.copy_(torch.where(tokens < 0, self._sampled[rows], tokens))
 
     def _bind(self, step: PagedStep, inputs: dict[str, Any]) -> Callable[[], Tensor]:
         """Return a function that calls the model with the arguments of a step; see `call`."""

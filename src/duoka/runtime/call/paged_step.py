@@ -116,6 +116,11 @@ class PagedStep:
         return cls([Chunk(at, [token], at + 1, pages, row=()) for at in range(number)], cache)
 
     @property
+    def takes_sampled(self) -> bool:
+        """True if tokens of the step are those that the step before it samples."""
+        return any(chunk.tokens[0] < 0 for chunk in self.chunks)
+
+    @property
     def is_decoding(self) -> bool:
         """True if the step has one token of each sequence, after which one is sampled."""
         is_single = len(self.chunks) == len(self._chunk_of)

@@ -48,13 +48,17 @@ Recorded = tuple[Sequence[Tensor], Sequence[Tensor]]
 
 
 class StepGraphs:
-    """The graphs of a device, by key, with one memory pool; `is_usable` if it can have any."""
+    """The graphs of a device, by key, with one memory pool; `is_usable` if it can have any.
+
+    `fault` is the reason why it has none although it could; else empty.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._graphs: dict[Hashable, StepGraph] = {}
         self._pool: Any = None
         self.is_usable = device.type == "cuda"
+        self.fault = ""
 
     def get(self, key: Hashable) -> StepGraph | None:
         """Return the graph of a key; None if it wasn't recorded."""
@@ -80,8 +84,8 @@ class StepGraphs:
                 raise find_lost_gpu(failure) or failure from error
             self.clear()
             self.is_usable = False
-            reason = str(error).partition("\n")[0][:200]
-            _LOG.warning("%s: decode steps run without CUDA graphs: %s", self._device, reason)
+            self.fault = str(error).partition("\n")[0][:200]
+            _LOG.warning("%s: decode steps run without CUDA graphs: %s", self._device, self.fault)
 
     def record(self, key: Hashable, run: Callable[[], Recorded]) -> StepGraph:
         """Record the kernels that `run` launches; it returns their inputs and outputs.

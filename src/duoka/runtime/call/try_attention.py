@@ -21,15 +21,15 @@ _QUERIES, _KEYS = (40, 70, 1, 1, 3, 0), (553, 70, 257, 9, 3, 0)
 TOLERANCE = 0.02  # bfloat16 rounds by 0.004; a wrong mask or page changes the result by 0.3
 
 
-def reads_in_place(device: torch.device, head_dim: int) -> bool:
-    """Return True if attention on a device may read pages in place.
+def reason_to_gather(device: torch.device, head_dim: int) -> str:
+    """Return the reason why attention on a device can't read pages in place; "" if it can.
 
     On CUDA the results for random numbers are compared with those of the CPU, once per process, and
     a difference or an error is logged as a warning. `DUOKA_ATTENTION` omits the comparison.
     """
     choice = os.environ.get("DUOKA_ATTENTION")
     if device.type != "cuda" or choice in ("flash", "gather"):
-        return choice != "gather"
+        return "DUOKA_ATTENTION=gather" if choice == "gather" else ""
     if fault := find_fault(device, head_dim):
         _LOG.warning(
             "%s: FlashAttention over pages can't be used (%s); keys and values are gathered, which "
@@ -37,7 +37,7 @@ def reads_in_place(device: torch.device, head_dim: int) -> bool:
             device,
             fault,
         )
-    return not fault
+    return fault
 
 
 @cache
