@@ -80,9 +80,9 @@ def test_what_was_damaged_was_not_measured(damage: str) -> None:
 
 
 def test_the_reserve_has_a_margin() -> None:
-    assert replace(FIGURES, overhead_bytes=0).reserve_bytes == 64 * MIB
-    assert FIGURES.reserve_bytes == 464 * MIB
-    assert replace(FIGURES, overhead_bytes=1024 * MIB).reserve_bytes == 1152 * MIB
+    assert replace(FIGURES, overhead_bytes=0).reserve_bytes == 176 * MIB
+    assert FIGURES.reserve_bytes == 576 * MIB
+    assert replace(FIGURES, overhead_bytes=1024 * MIB).reserve_bytes == 1264 * MIB
 
 
 def test_two_kinds_of_one_name_differ_in_memory() -> None:

@@ -20,7 +20,7 @@ from duoka.base.serialization import from_dict, parse_json_object, to_dict
 from duoka.base.units import MIB
 from duoka.errors import FormatError
 
-from .device import Device, Link
+from .device import GRAPHS_BYTES, Device, Link
 
 _VERSION = 5
 _MOST_BYTES = 2**22
@@ -57,11 +57,12 @@ class GpuFigures:
     def reserve_bytes(self) -> int:
         """Bytes to reserve outside the budget: the overhead, plus an eighth or at least 64 MiB.
 
-        This margin is for kernels that are loaded after the measurement.
+        This margin is for kernels that are loaded after the measurement. `GRAPHS_BYTES` are added,
+        since the overhead is measured without CUDA graphs.
         """
         # 500 MiB of overhead get a margin of 64 MiB, 800 MiB one of 100 MiB.
         margin = max(self.overhead_bytes // _MARGIN_SHARE, _LEAST_MARGIN_BYTES)
-        return -(-(self.overhead_bytes + margin) // MIB) * MIB
+        return -(-(self.overhead_bytes + margin + GRAPHS_BYTES) // MIB) * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
