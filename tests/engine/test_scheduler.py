@@ -43,6 +43,7 @@ class Memory:
     def __init__(self) -> None:
         self._slots: dict[int, int] = {}
         self._sampled: list[int] = []
+        self.num_ahead = 0  # tokens of the step before
 
     def compute(self, chunks: list[Chunk]) -> list[TokenChoice | None]:
         """Compute a step, of which some tokens may be those sampled in the step before."""
@@ -55,6 +56,7 @@ class Memory:
         for place, token in enumerate(chunk.tokens, chunk.start):
             known = token if token >= 0 else self._sampled[-1 - token]
             self._slots[self._slot(chunk, place)] = known
+            self.num_ahead += token < 0
         if chunk.row is None:
             return None
         return TokenChoice(
@@ -106,7 +108,6 @@ def play(
     failing = set(rng.sample(sequences, number // 20))
     numbers = {sequence.number for sequence in failing}
     flying: deque[tuple[list[Chunk], list[TokenChoice | None]]] = deque()
-    num_ahead = 0
     while coming or scheduler.waiting or scheduler.running or flying:
         if coming and (rng.random() < 0.4 or not (scheduler.waiting or scheduler.running)):
             scheduler.add(coming.pop())
@@ -119,15 +120,12 @@ def play(
             assert oldest is None or oldest.number in running or oldest.is_cancelled
             assert len(scheduler.running) <= CAPACITY.sequences
             assert sum(len(chunk.tokens) for chunk in chunks) <= CAPACITY.step_tokens
-            assert all(chunk.end <= len(chunk.pages) * CAPACITY.page_tokens for chunk in chunks)
             decoding = [chunk for chunk in chunks if running[chunk.sequence].is_decoding]
             total = sum(sequence.is_decoding for sequence in running.values())
-            if runs_ahead:
-                num_ahead += sum(chunk.tokens[0] < 0 for chunk in chunks)
-            elif forecast is None:
+            if forecast is None and not runs_ahead:
                 total += scheduler.num_preempted - num_preempted
                 assert len(decoding) <= -(-total // num_steps)
-            else:  # some may wait for a page
+            elif not runs_ahead:  # some may wait for a page
                 assert len(decoding) in (0, total) or not scheduler.pool.num_free
             flying.append((chunks, memory.compute(chunks)))
         elif flying:
@@ -136,7 +134,7 @@ def play(
                 is_bad = chunk.sequence in numbers and outcome is not None
                 scheduler.computed(chunk, ValueError("bad") if is_bad else outcome)
     assert scheduler.pool.num_free == CAPACITY.pages
-    assert not runs_ahead or num_ahead > number
+    assert not runs_ahead or memory.num_ahead > number
     for sequence in sequences:
         check_end(sequence, sequence in failing)
     return scheduler

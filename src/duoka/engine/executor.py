@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,8 +31,10 @@ from duoka.runtime.publisher import BusyShares, Publisher
 from .request import Outcome, SamplingParams
 from .sampler import SampledTokens, SamplingRow, sample
 
+T = TypeVar("T")
 _PLAIN = Workload(prefill_chunk_tokens=None)
 _PAGEABLE_CACHES = ("dynamic", *PAGED_CACHES)
+_StepInFlight = tuple[float, list[Sequence[Chunk]], list[SampledTokens | Exception]]
 _PADDING_ROW = SamplingRow(params=SamplingParams(), seed=0, place=0)
 
 
@@ -84,14 +86,6 @@ class Executor(Protocol):
         """Stop computing and free all resources."""
 
 
-class _StepInFlight(NamedTuple):
-    """A step: when it began, its chunks, and their sampled tokens: of all, or of each by itself."""
-
-    begin: float
-    chunks: Sequence[Chunk]
-    sampled: Sequence[SampledTokens | Exception]
-
-
 class InlineExecutor:
     """Computes steps in this process, one after another.
 
@@ -134,6 +128,7 @@ class InlineExecutor:
         self._open_model = partial(_open_model, model, capacity, workload, warm_up)
         self._devices = {str(parameter.device) for parameter in model.parameters()}
         self.capacity = capacity
+        # When each step in flight began, its parts, and what is sampled for each part.
         self._steps: deque[_StepInFlight] = deque()
         self._woken = threading.Event()
         self._busy_seconds = self._idle_since = 0.0
@@ -164,8 +159,10 @@ class InlineExecutor:
         """See `Executor`."""
         begin = time.perf_counter()
         # Without pages no chunk can be recomputed, so each succeeds or fails by itself.
-        parts = [chunks] if self.is_paged else [[chunk] for chunk in chunks]
-        self._steps.append(_StepInFlight(begin, chunks, [self._launch(part) for part in parts]))
+        single: list[Sequence[Chunk]] = [[chunk] for chunk in chunks]
+        parts = [chunks] if self.is_paged else single
+        sampled = [self._attempt(partial(self.sample, part)) for part in parts]
+        self._steps.append((begin, parts, sampled))
 
     def wait(self) -> Result | None:
         """See `Executor`."""
@@ -173,50 +170,35 @@ class InlineExecutor:
             self._woken.wait()
             self._woken.clear()
             return None
-        step = self._steps.popleft()
-        if self.is_paged:
-            result = self._finish(step.chunks, step.sampled[0])
-        else:
-            results = [
-                self._finish([chunk], sampled)
-                for chunk, sampled in zip(step.chunks, step.sampled, strict=True)
-            ]
-            result = [part if isinstance(part, Exception) else part[0] for part in results]
+        begin, parts, sampled = self._steps.popleft()
+        results = [
+            tokens
+            if isinstance(tokens, Exception)
+            else self._attempt(partial(outcomes_of, chunks, tokens))
+            for chunks, tokens in zip(parts, sampled, strict=True)
+        ]
         now = time.perf_counter()
-        self._busy_seconds += now - max(step.begin, self._idle_since)
+        self._busy_seconds += now - max(begin, self._idle_since)
         self._idle_since = now
-        return result
+        if self.is_paged:
+            return results[0]
+        return [result if isinstance(result, Exception) else result[0] for result in results]
 
-    def _launch(self, chunks: Sequence[Chunk]) -> SampledTokens | Exception:
-        """Compute chunks and sample tokens; the host doesn't wait for the GPU."""
-        try:
-            return self.sample(chunks)
-        except Exception as error:  # any error of the model's code fails only these chunks
-            return self._explain(error)
-
-    def _finish(
-        self, chunks: Sequence[Chunk], sampled: SampledTokens | Exception
-    ) -> list[Outcome] | Exception:
-        """Wait for chunks' tokens; return the outcomes, or the error if the chunks have failed."""
-        if isinstance(sampled, Exception):
-            return sampled
-        try:
-            return outcomes_of(chunks, sampled)
-        except Exception as error:
-            return self._explain(error)
-
-    def _explain(self, error: Exception) -> Exception:
-        """Return the error of a failed step, but raise it if a GPU is lost.
+    def _attempt(self, call: Callable[[], T]) -> T | Exception:
+        """Return the result of a call, or its error; raise the error if a GPU is lost.
 
         An out-of-memory error is explained, and the memory of the failed step is freed.
         """
-        if lost := find_lost_gpu(error):
-            raise lost from error
-        if isinstance(error, torch.OutOfMemoryError):
-            explain(error, self._publisher)
-            error.__traceback__ = None  # its frames hold tensors on the devices
-            devices.give_back()
-        return error
+        try:
+            return call()
+        except Exception as error:  # any error of the model's code fails only these chunks
+            if lost := find_lost_gpu(error):
+                raise lost from error
+            if isinstance(error, torch.OutOfMemoryError):
+                explain(error, self._publisher)
+                error.__traceback__ = None  # its frames hold tensors on the devices
+                devices.give_back()
+            return error
 
     def sample(self, chunks: Sequence[Chunk]) -> SampledTokens:
         """Compute chunks; sample the next token for each chunk with a row."""

@@ -100,8 +100,7 @@ class StagedExecutor:
         self._step_limit = _step_limit_seconds(plan)
         self._numbers = count()
         self._failures: dict[int, Exception] = {}
-        self._results: deque[Result] = deque()
-        self._fallbacks: set[Fallback] = set()
+        self._results, self._fallbacks = deque[Result](), set[Fallback]()
         # The number of steps in flight, and when a step was last submitted or reported on.
         self._num_in_flight, self._last_activity_at = 0, 0.0
         # The heartbeats when last all of them had changed, and for how long one of them hasn't.

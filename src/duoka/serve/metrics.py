@@ -125,10 +125,12 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Any]:
         """Yield the metrics of all engines; see prometheus-client."""
-        labels = ("model_name", "engine")
 
-        def gauge(name: str, text: str, *labels_added: str) -> GaugeMetricFamily:
-            return GaugeMetricFamily(name, text, labels=[*labels, *labels_added])
+        def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+            return GaugeMetricFamily(name, text, labels=["model_name", "engine", *labels])
+
+        def counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
+            return CounterMetricFamily(name, text, labels=["model_name", "engine", *labels])
 
         running = gauge("vllm:num_requests_running", "Running requests.")
         waiting = gauge("vllm:num_requests_waiting", "Queued requests.")
@@ -136,14 +138,10 @@ class _EngineCollector(Collector):
         up = gauge("duoka:engine_up", "1 if the engine is running.")
         reserved = gauge("duoka:reserved_bytes", "Reserved memory in bytes.", "device")
         forecast = gauge("duoka:forecast_bytes", "Forecast memory in bytes.", "device")
-        preempted = CounterMetricFamily("vllm:num_preemptions", "Preemptions.", labels=labels)
-        deaths = CounterMetricFamily("duoka:engine_deaths", "Engine failures.", labels=labels)
-        busy = CounterMetricFamily(
-            "duoka:stage_busy_seconds", "Busy seconds by device.", labels=[*labels, "device"]
-        )
-        fallback = gauge(
-            "duoka:fallback", "What a device doesn't use, and why.", "device", "unused", "reason"
-        )
+        preempted = counter("vllm:num_preemptions", "Preemptions.")
+        deaths = counter("duoka:engine_deaths", "Engine failures.")
+        busy = counter("duoka:stage_busy_seconds", "Busy seconds by device.", "device")
+        fallbacks = gauge("duoka:fallback", "Unused features.", "device", "unused", "reason")
         share = gauge("duoka:busy_share", "Fraction of recent time busy.", "device")
         for engine in self._pool.engines:
             at = [self._model, str(engine.replica)]
@@ -162,9 +160,9 @@ class _EngineCollector(Collector):
                 share.add_metric([*at, device], part)
             for device, number in status.reserved_bytes.items():
                 reserved.add_metric([*at, device], number)
-            for found in status.fallbacks:
-                fallback.add_metric([*at, *found], 1.0)
             for device, seconds in status.busy_seconds.items():
                 busy.add_metric([*at, device], seconds)
+            for fallback in status.fallbacks:
+                fallbacks.add_metric([*at, *fallback], 1.0)
         yield from (running, waiting, usage, up, reserved, forecast)
-        yield from (share, preempted, deaths, busy, fallback)
+        yield from (share, preempted, deaths, busy, fallbacks)

@@ -88,12 +88,11 @@ class PagedModel:
 
     @property
     def fallbacks(self) -> list[Fallback]:
-        """What has failed its test so far."""
+        """The features that have failed their tests so far."""
         reasons = self._reasons_to_gather.items()
-        found = [Fallback(str(device), "attention", reason) for device, reason in reasons if reason]
-        if self.graphs.fault:
-            found.append(Fallback(str(self.device), "graphs", self.graphs.fault))
-        return found
+        gathering = [Fallback(str(device), "attention", why) for device, why in reasons if why]
+        fault = self.graphs.fault
+        return [*gathering, *([Fallback(str(self.device), "graphs", fault)] if fault else [])]
 
     def close(self) -> None:
         """Restore the model's own attention, and free the cache."""
