@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from duoka.base.files import read_text, reading, write_whole
 from duoka.base.serialization import from_dict, parse_json_object, to_dict
@@ -20,7 +20,7 @@ from duoka.base.units import format_bytes
 from duoka.checkpoint.checkpoint import differences
 from duoka.errors import FleetError, FormatError
 from duoka.forecast.forecast import Forecast
-from duoka.forecast.workload import PAGE_TOKENS, Workload
+from duoka.forecast.workload import Workload
 from duoka.hardware.detect import reports_memory
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
@@ -31,7 +31,6 @@ from .request import PlanRequest
 
 _FORMAT = "duoka.plan"
 _VERSION = 9
-_EARLIER_VERSIONS = (6, 7, 8)
 _MAX_BYTES = 64 * 2**20
 _CREATE = "create one with `duoka plan --save FILE`"
 _REPLAN = "plan for the GPUs of this machine: omit --gpus, or use --replan with a saved plan"
@@ -158,9 +157,7 @@ class Plan:
         if data.pop("format", None) != _FORMAT:
             raise FormatError("this is not a duoka plan", hint=_CREATE)
         version = data.pop("version", None)
-        if type(version) is int and version in _EARLIER_VERSIONS:
-            _add_later_fields(data)
-        elif type(version) is not int or version != _VERSION:
+        if type(version) is not int or version != _VERSION:
             is_newer = type(version) is int and version > _VERSION
             newer = "update duoka, or " if is_newer else ""
             raise FormatError(
@@ -317,25 +314,3 @@ def _find_device(device: Device, present: Fleet) -> Device | None:
 
 def _label(device: Device, separator: str = " ") -> str:
     return separator.join(filter(None, (device.name, device.product, device.uuid)))
-
-
-def _add_later_fields(data: dict[str, Any]) -> None:
-    """Add what a plan file of an earlier version lacks, with the values that it stands for."""
-    request = data.get("request")
-    if isinstance(request, dict):
-        request.setdefault("most_new_tokens", None)
-    for part in (data, request):
-        workload = part.get("workload") if isinstance(part, dict) else None
-        if isinstance(workload, dict):
-            # Graphs take memory that such a plan doesn't count; its request may have them.
-            has_graphs = part is request
-            added = {
-                "page_tokens": PAGE_TOKENS,
-                "pages_for_batch": False,
-                "cuda_graphs": has_graphs,
-            }
-            for name, value in added.items():
-                workload.setdefault(name, value)
-            generation = workload.get("gpu_generation")
-            if isinstance(generation, dict):
-                generation.setdefault("expandable_segments", False)
