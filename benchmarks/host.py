@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTra
 
 import duoka
 from duoka.api.load import OpenedModel
-from duoka.engine.executor import Executor, outcomes_of
+from duoka.engine.executor import Executor, outcomes_of, sample_rows
 from duoka.engine.open_executor import open_executor
 from duoka.engine.request import SamplingParams
 from duoka.engine.sampler import SamplingRow
@@ -259,7 +259,7 @@ def engine_run(
     # A model of its own, as its attention is set for the whole model.
     paged = PagedModel(copy.deepcopy(model), capacity)
     paged.warm_up("first")
-    return lambda: outcomes_of(chunks, paged.run(chunks))
+    return lambda: outcomes_of(chunks, sample_rows(chunks, paged.run(chunks)))
 
 
 if __name__ == "__main__":
