@@ -56,23 +56,15 @@ def test_adapters(tiny: Path, program: Program) -> None:
     assert (told["lora_rank"], told["lora_targets"], told["optimizer"]) == (4, ["q_proj"], "sgd")
 
 
-def test_earlier_names_of_options_are_taken_and_told() -> None:
-    for given, expected, told in (
-        ("plan m --gradient-checkpointing", "plan m --checkpointing", 1),
-        ("tune m d --method=full --seq-length 2K", "tune m d --train=full --context 2K", 2),
-        ("tune m d --train full --checkpointing", "tune m d --train full --checkpointing", 0),
-        ("plan m --train qlora", "plan m --train lora --quantize nf4", 0),
-        ("check m --train=qlora --quantize int8", "check m --train=lora --quantize int8", 0),
-        ("tune m d --train qlora", "tune m d --train qlora", 0),
-        ("check m --train", "check m --train full", 0),
+def test_the_words_of_train_are_completed() -> None:
+    for given, expected in (
+        ("tune m d --train full --checkpointing", "tune m d --train full --checkpointing"),
+        ("plan m --train qlora", "plan m --train lora --quantize nf4"),
+        ("check m --train=qlora --quantize int8", "check m --train=lora --quantize int8"),
+        ("tune m d --train qlora", "tune m d --train qlora"),
+        ("check m --train", "check m --train full"),
     ):
-        words, notes = complete_arguments(given.split())
-        assert words == expected.split()
-        assert len(notes) == told
-    assert notes == []
-    assert complete_arguments(["tune", "--method", "lora"])[1] == [
-        "--method is --train now; the old name will be removed in the next release"
-    ]
+        assert complete_arguments(given.split()) == expected.split()
 
 
 def test_a_toml_file_has_the_options_that_are_not_given(tmp_path: Path) -> None:

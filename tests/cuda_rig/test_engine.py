@@ -30,8 +30,8 @@ WORK = duoka.Workload(
 # FlashAttention reads pages in place.
 HALF = replace(WORK, dtype="bfloat16", page_tokens=256)
 WORKS = {"float32": WORK, "bfloat16": HALF}
-# The sampled tokens of the step in flight, twice: a step ahead takes them as its own.
-AHEAD_BYTES = 2 * ROUND_BYTES
+# The sampled tokens of the step in flight, which a step ahead takes as its own.
+AHEAD_BYTES = ROUND_BYTES
 PROMPTS = [[*range(length)] for length in (1, 5, 17, 60, 100)]
 
 

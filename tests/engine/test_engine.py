@@ -446,7 +446,11 @@ def test_a_closed_engine_has_no_model_any_more(plan: Any) -> None:
         gc.enable()
 
 
-def test_close_ends_what_is_on_its_way(plan: Any) -> None:
+@pytest.mark.parametrize("is_asynchronous", [True, False])
+def test_close_ends_what_is_on_its_way(
+    is_asynchronous: bool, plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("duoka.engine.executor._is_asynchronous", lambda model: is_asynchronous)
     engine = Engine(plan, processes=False)
     streams = [engine.submit(text) for text in prompts(9)]
     engine.close()
@@ -455,3 +459,5 @@ def test_close_ends_what_is_on_its_way(plan: Any) -> None:
     with pytest.raises(UsageError, match="has been closed"):
         engine.submit([1])
     assert not engine._thread.is_alive()
+    assert not engine._executor._steps  # type: ignore[attr-defined]
+    assert engine.fallbacks() == []

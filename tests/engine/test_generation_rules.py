@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 from typing import Any
 
 import families
@@ -11,7 +12,7 @@ import torch
 from sequences import sequence_of
 
 from duoka.engine.generation_rules import GenerationRules
-from duoka.engine.request import SamplingParams
+from duoka.engine.request import SamplingParams, TokenChoice
 from duoka.engine.sampler import sample
 from duoka.errors import UsageError
 
@@ -135,3 +136,42 @@ def test_what_is_not_done_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UsageError, match=r"encoder_repetition_penalty 1.5") as refusal:
         GenerationRules.of(model)
     assert refusal.value.hint
+
+
+@pytest.mark.parametrize("stop_ids", [(), (2,)])
+def test_a_row_ahead_is_that_of_the_next_token(stop_ids: tuple[int, ...]) -> None:
+    """Of all rules that don't depend on the tokens before."""
+    rules = {
+        "forced_bos": (None, 3), "forced_eos": (None, 9), "suppressed": ((), (5,)),
+        "begin_suppressed": ((), (6,)), "min_length": (0, 3), "min_new_tokens": (0, 2),
+    }  # fmt: skip
+    params = SamplingParams(seed=4, max_new_tokens=4, min_new_tokens=2, temperature=1.0)
+    for values in product(*rules.values()):
+        chosen: Any = dict(zip(rules, values, strict=True))
+        for length in (1, 2):
+            sequence = sequence_of(
+                [1] * length, params=params, rules=GenerationRules(**chosen), stop_ids=stop_ids
+            )
+            for place in range(3):
+                assert sequence.can_run_ahead
+                ahead = sequence.row(1)
+                assert sequence.add(TokenChoice(token=7)) is None
+                assert (ahead, ahead.place) == (sequence.row(), place + 1)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [{"bad_words": ((7, 8),)}, {"no_repeat_ngram_size": 2}, {"encoder_no_repeat_ngram_size": 2}],
+)
+def test_a_rule_that_reads_tokens_needs_them_on_the_host(rule: dict[str, Any]) -> None:
+    assert not sequence_of([1, 2], rules=GenerationRules(**rule)).can_run_ahead
+
+
+def test_penalties_and_grammars_need_tokens_on_the_host() -> None:
+    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        params = SamplingParams(seed=0, max_new_tokens=3, **{name: 1.5})
+        assert not sequence_of([1, 2], params=params).can_run_ahead
+    matcher: Any = object()
+    assert not sequence_of([1, 2], matcher=matcher).can_run_ahead
+    biased = SamplingParams(seed=0, max_new_tokens=3, logit_bias={1: 2.0}, logprobs=2)
+    assert sequence_of([1, 2], params=biased).can_run_ahead

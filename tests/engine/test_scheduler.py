@@ -240,6 +240,42 @@ def test_who_waits_for_a_page_is_not_passed_by_younger_ones() -> None:
     assert (len(old.tokens), len(young.tokens)) == (16, 16)
 
 
+def test_a_cancelled_sequence_is_not_retried() -> None:
+    """A step ahead of it has failed, whose token isn't known: the sequence was cancelled before."""
+    scheduler = Scheduler(ROOMY, runs_ahead=True)
+    a, b = sequence_of([1] * 5, 9), sequence_of([2] * 5, 9)
+    for sequence in (a, b):
+        scheduler.add(sequence)
+    first, second = scheduler.next_step(), scheduler.next_step()
+    a.is_cancelled = True
+    for chunk in first:
+        scheduler.computed(chunk, TokenChoice(token=7))
+    assert [chunk.sequence for chunk in scheduler.next_step()] == [b.number]
+    assert scheduler.schedule_again(second[:1]) == []
+    (again,) = scheduler.schedule_again(second[1:])
+    assert (again.sequence, again.tokens, again.start) == (b.number, [7], 5)
+    scheduler.next_step()
+    assert [*scheduler.running] == [b.number]
+
+
+def test_who_waits_for_a_page_is_not_passed_by_a_prompt() -> None:
+    capacity = Capacity(sequences=2, context_tokens=64, pages=17, page_tokens=4, step_tokens=4)
+    scheduler = Scheduler(capacity, runs_ahead=True)
+    old, young = sequence_of([1] * 3, 12), sequence_of([2] * 60, 4)
+    for sequence in (old, young):
+        scheduler.add(sequence)
+    flying = deque([scheduler.next_step()])
+    while old.number in scheduler.running:
+        if len(flying) < 2 and (chunks := scheduler.next_step()):
+            is_ready = old.number in scheduler.running and old.num_left == 1
+            assert not is_ready, "the young one passes by"
+            flying.append(chunks)
+        else:
+            for chunk in flying.popleft():
+                scheduler.computed(chunk, None if chunk.row is None else TokenChoice(token=1))
+    assert len(old.tokens) == 15
+
+
 def test_one_group_answers_where_it_is_faster() -> None:
     play(random.Random(7), 3, REQUESTS // 3, forecast_of(0.9))
 

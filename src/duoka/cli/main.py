@@ -32,7 +32,6 @@ from .plan import plan
 from .plot import plot
 from .selftest import selftest
 from .serve import serve
-from .terminal import note
 from .top import top
 from .training_options import complete_arguments
 from .tune import tune
@@ -124,10 +123,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    argv, notes = complete_arguments(sys.argv[1:] if arguments is None else arguments)
+    argv = complete_arguments(sys.argv[1:] if arguments is None else arguments)
     try:
-        for text in notes:
-            note(f"note: {text}")
         _refuse_empty(argv)
         with quiet_libraries():
             code = _invoke([*argv])  # a copy: `_invoke` consumes the list

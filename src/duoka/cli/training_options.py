@@ -18,29 +18,14 @@ _train = partial(option, panel=_PANEL)
 _train_flag = partial(flag, panel=_PANEL)
 
 
-# Old names of options by command, with the current name; removed in the next release.
-_RENAMED = {
-    "plan": {"--gradient-checkpointing": "--checkpointing"},
-    "check": {"--gradient-checkpointing": "--checkpointing"},
-    "tune": {"--method": "--train", "--seq-length": "--context"},
-}
-
-
-def complete_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the command line with current option names, and notes on old names it used.
+def complete_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return the command line with all words of ``--train``.
 
     For `duoka check`, `--train` without a method becomes `--train full`. For `duoka plan` and
     `duoka check`, `--train qlora` becomes `--train lora --quantize nf4`.
     """
     command = next((word for word in arguments if not word.startswith("-")), "")
-    words, notes = [], []
-    for word in arguments:
-        name, sign, value = word.partition("=")
-        if current := _RENAMED.get(command, {}).get(name):
-            notes.append(
-                f"{name} is {current} now; the old name will be removed in the next release"
-            )
-        words.append(f"{current or name}{sign}{value}")
+    words = [*arguments]
     if command in ("plan", "check"):
         _split_qlora(words)
     if command == "check":
@@ -50,7 +35,7 @@ def complete_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             is_method = following.isalnum() and not Path(following).exists()
             if words[at] == "--train" and not is_method:
                 words.insert(at + 1, "full")
-    return words, notes
+    return words
 
 
 def _split_qlora(words: list[str]) -> None:

@@ -340,7 +340,7 @@ class Engine:
         return self._executor.busy_seconds()
 
     def fallbacks(self) -> list[Fallback]:
-        """Return which GPUs attend or decode more slowly than planned, and why."""
+        """Return the features that aren't used on a device, so that it is slower than planned."""
         return self._executor.fallbacks()
 
     def peaks(self) -> list[PeakBytes]:

@@ -56,7 +56,7 @@ class Executor(Protocol):
         """Warm up, and set the final capacity and `is_paged`. Called in the thread of `wait`."""
 
     def submit(self, chunks: Sequence[Chunk]) -> None:
-        """Queue a step."""
+        """Queue a step, or launch it; raise the same errors as `wait`."""
 
     def wait(self) -> Result | None:
         """Wait for the next result; return None if `wake` was called and no result is ready.
@@ -80,7 +80,7 @@ class Executor(Protocol):
         """Return the peak memory of each device; final once the executor is closed."""
 
     def fallbacks(self) -> list[Fallback]:
-        """Return what has failed its test at start."""
+        """Return the features that aren't used."""
 
     def close(self) -> None:
         """Stop computing and free all resources."""
@@ -138,6 +138,7 @@ class InlineExecutor:
         self._model = self._open_model()
         self._resources.callback(self._model.close)
         self.is_paged = isinstance(self._model, PagedModel)
+        self._fallbacks = self._model.fallbacks if isinstance(self._model, PagedModel) else []
         capacity = self.capacity
         self.runs_ahead = isinstance(self._model, PagedModel) and self._model.runs_ahead
         if isinstance(self._model, PagedModel):
@@ -202,10 +203,8 @@ class InlineExecutor:
 
     def sample(self, chunks: Sequence[Chunk]) -> SampledTokens:
         """Compute chunks; sample the next token for each chunk with a row."""
-        sampled = sample_rows(chunks, self.run(chunks))
-        if isinstance(self._model, PagedModel):
-            self._model.keep_sampled(sampled.tokens)
-        return sampled
+        keep = self._model.keep_sampled if isinstance(self._model, PagedModel) else None
+        return sample_rows(chunks, self.run(chunks), keep)
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute chunks; return the logits of the chunks with a row, [rows, vocabulary].
@@ -230,7 +229,7 @@ class InlineExecutor:
 
     def fallbacks(self) -> list[Fallback]:
         """See `Executor`."""
-        return self._model.fallbacks if isinstance(self._model, PagedModel) else []
+        return self._fallbacks
 
     def forget(self, sequence: int) -> None:
         """See `Executor`."""
@@ -240,19 +239,22 @@ class InlineExecutor:
     def close(self) -> None:
         """See `Executor`; the model's memory is freed once nothing else references the model."""
         self._resources.close()
+        self._steps.clear()
         # These form reference cycles, which only the garbage collector would free.
         self._publisher = None
         for name in ("_open_model", "_model"):
             vars(self).pop(name, None)
 
 
-def sample_rows(chunks: Sequence[Chunk], logits: Tensor) -> SampledTokens:
-    """Sample the next token for each chunk with a row.
+def sample_rows(
+    chunks: Sequence[Chunk], logits: Tensor, keep: Callable[[Tensor], None] | None = None
+) -> SampledTokens:
+    """Sample the next token for each chunk with a row, as `sample` does.
 
     `logits` are [rows, vocabulary]; rows beyond the chunks' are padding.
     """
     rows = [chunk.row for chunk in chunks if chunk.row is not None]
-    return sample(logits, rows + [_PADDING_ROW] * (len(logits) - len(rows)))
+    return sample(logits, rows + [_PADDING_ROW] * (len(logits) - len(rows)), keep)
 
 
 def outcomes_of(chunks: Sequence[Chunk], sampled: SampledTokens) -> list[Outcome]:

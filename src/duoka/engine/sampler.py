@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +60,8 @@ class SamplingRow:
 class SampledTokens:
     """The tokens sampled for rows of logits, on their way to the host.
 
+    Nothing of them is kept on the device.
+
     Parameters
     ----------
     tokens : Tensor
@@ -70,7 +72,7 @@ class SampledTokens:
     """
 
     def __init__(self, tokens: Tensor, rows: Sequence[SamplingRow], raw: Tensor) -> None:
-        self.tokens, self._rows = tokens, rows
+        self._rows = rows
         self._has_logprobs = any(row.params.logprobs is not None for row in rows)
         values = with_log_probabilities(raw, tokens) if self._has_logprobs else tokens
         self._on_host = empty_host(values.shape, values.dtype, values.device)
@@ -88,8 +90,13 @@ class SampledTokens:
         ]
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
-    """Sample a token for each row of logits, [rows, vocabulary]; the host doesn't wait."""
+def sample(
+    logits: Tensor, rows: Sequence[SamplingRow], keep: Callable[[Tensor], None] | None = None
+) -> SampledTokens:
+    """Sample a token for each row of logits, [rows, vocabulary]; the host doesn't wait.
+
+    `keep` is called with the tokens on the device, [rows].
+    """
     # Order: raw logits → penalties, biases, banned tokens → grammar mask → argmax for greedy rows;
     # for others temperature → top-k → top-p and min-p → draw by the row's random number.
     # Log-probabilities are those of the raw logits.
@@ -106,6 +113,8 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
         columns = _make_columns(rows, raw)
         is_drawn = columns[-1, :, 0] > 0
         tokens = torch.where(is_drawn, draw(changed, *columns[:-1]), tokens)
+    if keep is not None:
+        keep(tokens)
     return SampledTokens(tokens, rows, raw)
 
 

@@ -116,12 +116,15 @@ class Scheduler:
             return []
         sequences = [sequence for sequence in self.running.values() if not sequence.is_cancelled]
         decoding = [sequence for sequence in sequences if sequence.is_decoding]
-        ready = [sequence for sequence in decoding if sequence.num_left]
-        if self._runs_ahead:
-            ready = [s for s in sequences if s.awaits_token or (s.is_decoding and s.num_left)]
+        ready = [
+            sequence
+            for sequence in sequences
+            if (sequence.is_decoding and sequence.num_left > 0)
+            or (self._runs_ahead and sequence.awaits_token)
+        ]
         # `share` is the size of a decode micro-batch. With 5 decoding sequences and 2 steps in
         # flight, a step takes up to 3 that are in no step. Ungrouped, a step takes all of them,
-        # once none is in a step.
+        # once none is in a step. A single stage takes all.
         share = -(-len(decoding) // self._num_steps)
         if self._num_steps == 1:
             share = len(ready)
@@ -133,7 +136,9 @@ class Scheduler:
             if self._take_page(sequence):
                 chunks.append(self._make_chunk(sequence, 1))
             elif self._runs_ahead and sequence.number in self.running:
-                break  # younger sequences would stay in steps, and keep their pages
+                # Younger sequences would stay in steps, and keep their pages.
+                sequences = sequences[: sequences.index(sequence)]
+                break
         token_budget = self._prefill_budget(len(chunks))
         for sequence in sequences:
             is_prefilling = sequence.number in self.running and not sequence.is_decoding
@@ -142,7 +147,7 @@ class Scheduler:
             if number and token_budget > 0 and not (is_cut and chunks):
                 chunks.append(self._make_chunk(sequence, min(token_budget, number)))
                 token_budget -= len(chunks[-1].tokens)
-        self._count_rows(chunks)
+        self._note_rows(chunks)
         return chunks
 
     def schedule_again(self, chunks: Items[Chunk]) -> list[Chunk]:
@@ -152,8 +157,9 @@ class Scheduler:
             sequence = self._find_running(chunk)
             if sequence is not None:  # later chunks of the sequence have failed, too
                 sequence.scheduled = chunk.start
-                renewed.append(self._make_chunk(sequence, len(chunk.tokens)))
-        self._count_rows(renewed)
+                if not sequence.is_cancelled:  # its tokens may end before the chunk
+                    renewed.append(self._make_chunk(sequence, len(chunk.tokens)))
+        self._note_rows(renewed)
         return renewed
 
     def _make_chunk(self, sequence: Sequence, num_tokens: int) -> Chunk:
@@ -170,8 +176,12 @@ class Scheduler:
             None if start else sequence.images,
         )
 
-    def _count_rows(self, chunks: Items[Chunk]) -> None:
-        """Note the row of logits of each sequence in a step."""
+    def _note_rows(self, chunks: Items[Chunk]) -> None:
+        """Note the row of logits of each sequence in a step.
+
+        When a further step is scheduled, at most this one is in flight: a sequence that awaits a
+        token awaits it from one of these rows.
+        """
         if chunks:
             sampled = [chunk.sequence for chunk in chunks if chunk.row is not None]
             self._rows = {sequence: row for row, sequence in enumerate(sampled)}
@@ -179,7 +189,8 @@ class Scheduler:
     def _find_running(self, chunk: Chunk) -> Sequence | None:
         """Return the running sequence of a chunk; None if it has ended or was preempted.
 
-        Also None if tokens before the chunk are not computed, since an earlier chunk has failed.
+        Also None if tokens before the chunk are not computed, since an earlier chunk has failed:
+        what a step has computed ahead of a failed one is dropped here.
         """
         sequence = self.running.get(chunk.sequence)
         return sequence if sequence is not None and chunk.start == sequence.computed else None
@@ -229,7 +240,8 @@ class Scheduler:
         """Count the tokens up to `end` as computed, and add the next token."""
         size, num_before = self.capacity.page_tokens, sequence.computed
         sequence.computed = end
-        if end // size > num_before // size:
+        # A step ahead may be one token beyond those of a cancelled sequence.
+        if num_before // size < end // size <= sequence.num_tokens // size:
             self.pool.share(sequence.pages, sequence.tokens, end)
         if choice is None or sequence.is_cancelled:
             return

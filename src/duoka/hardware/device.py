@@ -16,7 +16,7 @@ RESERVE_BYTES = 768 * 2**20
 kernels and libraries that are loaded at first use, and for `GRAPHS_BYTES`."""
 GRAPHS_BYTES = 112 * 2**20
 """Memory of a real GPU for the CUDA graphs themselves, beside the pool of their tensors: 4 MiB for
-each of at most 28 (`Capacity.graph_steps`). Declared: it has not been measured on a GPU yet."""
+each of at most 28 of a stage (`Capacity.graph_steps`). Declared, not measured on a GPU yet."""
 STEP_BYTES = 64 * 2**20
 """Budgets of this machine's GPUs are multiples of this size: the free memory of identical cards
 differs by a few MiB, but the search is faster for cards with equal budgets."""

@@ -20,7 +20,7 @@ class PeakBytes:
 
 
 class Fallback(NamedTuple):
-    """A feature that a device doesn't use, since it failed a test at start, and the reason.
+    """A feature that a device doesn't use, and the reason: a failed test at start, or a setting.
 
     FlashAttention over pages ("attention"): keys and values are gathered. Or CUDA graphs
     ("graphs"): the kernels of decode steps are launched one by one.

@@ -88,7 +88,7 @@ class PagedModel:
 
     @property
     def fallbacks(self) -> list[Fallback]:
-        """The features that have failed their tests so far."""
+        """The features that aren't used, as far as known."""
         reasons = self._reasons_to_gather.items()
         gathering = [Fallback(str(device), "attention", why) for device, why in reasons if why]
         fault = self.graphs.fault

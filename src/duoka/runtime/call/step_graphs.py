@@ -84,7 +84,7 @@ class StepGraphs:
                 raise find_lost_gpu(failure) or failure from error
             self.clear()
             self.is_usable = False
-            self.fault = str(error).partition("\n")[0][:200]
+            self.fault = str(error).partition("\n")[0][:200] or type(error).__name__
             _LOG.warning("%s: decode steps run without CUDA graphs: %s", self._device, self.fault)
 
     def record(self, key: Hashable, run: Callable[[], Recorded]) -> StepGraph:

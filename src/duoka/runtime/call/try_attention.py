@@ -52,7 +52,7 @@ def find_fault(device: torch.device, head_dim: int) -> str:
     except Exception as error:  # whatever a kernel or its checks raise
         if lost := find_lost_gpu(error):
             raise lost from error
-        return str(error).partition("\n")[0][:200]
+        return str(error).partition("\n")[0][:200] or type(error).__name__
     finally:
         give_back()  # it isn't in the forecast
     return ""
