@@ -69,7 +69,9 @@ fallbacks: list[Fallback] = []
 
 def answer(plan: duoka.Plan, **options: Any) -> list[list[int]]:
     with Engine(plan, **options) as engine:
-        answers = engine.generate(PROMPTS, TEN)
+        with engine._lock:  # so that all are in the first step
+            streams = [engine.submit(prompt, TEN) for prompt in PROMPTS]
+        answers = [stream.result() for stream in streams]
         fallbacks[:] = engine.fallbacks()
     return [[choice.token for choice in each.tokens] for each in answers]
 
@@ -77,16 +79,11 @@ def answer(plan: duoka.Plan, **options: Any) -> list[list[int]]:
 @pytest.mark.usefixtures("engine_computes")
 @pytest.mark.parametrize("family", ["llama", "tied"])
 def test_answers_are_those_without_graphs(
-    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor does it change them that a step is launched before the tokens of the last one come."""
     model = tuning.write_model(family, tmp_path / "model")
-    without_graphs = duoka.plan(model, "1GiB", replace(WORK, cuda_graphs=False))
     with values(most=None):
-        with monkeypatch.context() as patch:
-            patch.setattr(executor, "_is_asynchronous", lambda model: False)
-            plain = answer(without_graphs)
-        assert answer(without_graphs) == plain
+        plain = answer(duoka.plan(model, "1GiB", replace(WORK, cuda_graphs=False)))
         graphs: list[list[int]] = []
         lines = lines_of(lambda: graphs.extend(answer(duoka.plan(model, "1GiB", WORK))))
     assert graphs == plain
@@ -94,6 +91,19 @@ def test_answers_are_those_without_graphs(
     assert len({token for tokens in plain for token in tokens}) > 3  # they say something
     assert sum("graph of" in line for line in lines) >= 5
     assert not caplog.records
+
+
+@pytest.mark.usefixtures("engine_computes")
+def test_answers_are_those_of_steps_one_after_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, as the steps have other companies."""
+    model = tuning.write_model("llama", tmp_path / "model")
+    plan = duoka.plan(model, "1GiB", replace(WORK, dtype="float32", page_tokens=16, pages=40))
+    with values(most=None):
+        asynchronous = answer(plan)
+        monkeypatch.setattr(executor, "_is_asynchronous", lambda model: False)
+        assert answer(plan) == asynchronous
 
 
 @pytest.mark.usefixtures("engine_computes")

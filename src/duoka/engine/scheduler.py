@@ -116,12 +116,7 @@ class Scheduler:
             return []
         sequences = [sequence for sequence in self.running.values() if not sequence.is_cancelled]
         decoding = [sequence for sequence in sequences if sequence.is_decoding]
-        ready = [
-            sequence
-            for sequence in sequences
-            if (sequence.is_decoding and sequence.num_left > 0)
-            or (self._runs_ahead and sequence.awaits_token)
-        ]
+        ready = [sequence for sequence in sequences if sequence.is_ready(ahead=self._runs_ahead)]
         # `share` is the size of a decode micro-batch. With 5 decoding sequences and 2 steps in
         # flight, a step takes up to 3 that are in no step. Ungrouped, a step takes all of them,
         # once none is in a step. A single stage takes all.

@@ -116,6 +116,10 @@ class Sequence:
         is_last = len(self._answer) + 1 == self.max_new_tokens
         return self.is_in_step and self.num_left == 0 and not is_last
 
+    def is_ready(self, *, ahead: bool) -> bool:
+        """Return True if a decode step can take the sequence: its last token, or one `ahead`."""
+        return (self.is_decoding and self.num_left > 0) or (ahead and self.awaits_token)
+
     def row(self, ahead: int = 0) -> SamplingRow:
         """Return the parameters for sampling the next token, or if `ahead` is 1 the one after."""
         params, place, rules = self._row_params, len(self._answer) + ahead, self._rules
