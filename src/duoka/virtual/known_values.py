@@ -179,7 +179,12 @@ def execute(func: Any, args: list[Any], kwargs: dict[str, Any], *, writes: bool 
 
 
 def even_choice(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operator; `topk` of unknown scores returns known indices, every candidate in turn."""
+    """Run an operator; `topk` of unknown scores returns known indices, every candidate in turn.
+
+    An index with an unknown mask selects every element, as a mask without padding does.
+    """
+    if func is _aten.index.Tensor:
+        args = [args[0], [_select_all(index) for index in args[1]]]
     result = execute(func, args, kwargs)
     if func is not _aten.topk.default or not args[0].is_meta:
         return result
@@ -190,6 +195,13 @@ def even_choice(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
     turns = torch.arange(indices.numel()).reshape(indices.movedim(dim, -1).shape)
     return values, turns.remainder(args[0].shape[dim]).movedim(-1, dim).contiguous()
+
+
+def _select_all(index: torch.Tensor | None) -> torch.Tensor | None:
+    """Replace an unknown mask by one that is True everywhere."""
+    if index is None or not index.is_meta or index.dtype not in _MASK_DTYPES:
+        return index
+    return torch.ones(index.shape, dtype=torch.bool)
 
 
 def with_values(run: Callable[[str], T], num_bytes: Callable[[], int]) -> T:
