@@ -191,6 +191,19 @@ def test_a_tensor_of_numbers_on_a_gpu(device: str | None) -> None:
         torch.tensor([weights(3).max()], device=device)
 
 
+def test_an_unknown_mask_selects_all_where_choices_are_even() -> None:
+    """As the mask of GLM-5.3-Flash's pools does, whose keys and validity are one tensor."""
+    with virtual.gpus([None], data="even"):
+        keys = torch.empty(2, 6, 3, device="vgpu:0")
+        is_valid = keys[..., 0] > 0
+        assert keys[:, is_valid.any(0)].shape == (2, 6, 3)
+        assert keys[is_valid].shape == (12, 3)
+    with virtual.gpus([None], data="meta"):
+        keys = torch.empty(2, 6, 3, device="vgpu:0")
+        with pytest.raises(UnknownValueError, match="with a mask"):
+            keys[keys > 0]
+
+
 def test_choices_are_even_where_they_are_asked_for() -> None:
     with virtual.gpus([None], data="even"):
         scores = torch.empty(6, 4, device="vgpu:0")
