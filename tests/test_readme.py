@@ -32,7 +32,7 @@ import pytest
 import reference
 from doctoring import machine
 from progress import without_progress
-from tests.reference import VARIABLES
+from reference import VARIABLES
 from turns import HALVES, in_turn
 
 import duoka
