@@ -41,3 +41,21 @@ def test_peaks_of_operations() -> None:
 
     found, expected = on_both(run)
     assert found == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.cuda_rig(gpus="8GiB")
+def test_autocast_casts_the_last_argument_first() -> None:
+    """A free segment of 16 MiB serves the weight's cast, so that the input's needs one of 10."""
+
+    def run(kind: str, memory: Any) -> int:
+        # Their casts have 10 and 15 MiB.
+        x, weight = (torch.empty(rows, 2**17, device=f"{kind}:0") for rows in (40, 60))
+        free = torch.empty(16 * 2**20, dtype=torch.uint8, device=x.device)
+        before: int = memory.memory_reserved(0)
+        del free
+        with torch.autocast(kind, torch.bfloat16, cache_enabled=False):
+            torch.nn.functional.linear(x, weight)
+        return memory.memory_reserved(0) - before
+
+    found, expected = on_both(run)
+    assert found == expected == (10 + 2) * 2**20  # and 2 for the result

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -54,3 +57,24 @@ def test_a_list_of_tensors_is_cast() -> None:
     with torch.autocast("vgpu", dtype=torch.bfloat16):
         assert torch.einsum("ij,jk->ik", x, x).dtype == torch.bfloat16
         assert torch.linalg.multi_dot([x, x, x]).dtype == torch.bfloat16
+
+
+class _Casts(TorchDispatchMode):
+    """Notes the shapes of tensors that are cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **kwargs or {})
+
+
+def test_the_last_argument_is_cast_first() -> None:
+    """As on CUDA: the compiler of PyTorch evaluates arguments from right to left."""
+    x, weight, bias = (torch.ones(*shape, device="vgpu:0") for shape in ((2, 4), (3, 4), (3,)))
+    with _Casts() as casts, torch.autocast("vgpu", dtype=torch.bfloat16):
+        functional.linear(x, weight, bias)
+    assert casts.shapes == [(3,), (3, 4), (2, 4)]

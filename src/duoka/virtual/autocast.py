@@ -83,7 +83,10 @@ def _make_casting(name: str, policy: str) -> Any:
             dtype = torch.float32 if policy == "full" else _widest_dtype(args)
         with torch._C._ExcludeDispatchKeyGuard(excluded):
             if dtype_place is None or not _is_castable(args[0]):
-                return operator(*_cast(args, dtype), **_cast(kwargs, dtype))
+                # Last argument first, as in PyTorch's CUDA build: GCC evaluates from right to left.
+                named = _cast(kwargs, dtype)
+                casts = [_cast(value, dtype) for value in reversed(args)]
+                return operator(*reversed(casts), **named)
             # The operator converts to fp32 itself, unless the caller gives another `dtype`.
             named = dict(zip(names[1:], args[1:], strict=False)) | kwargs
             return operator(args[0], **named | {"dtype": named.get("dtype") or dtype})
