@@ -67,6 +67,18 @@ NIGHTLY = {
         _PREEMPTED,
         "tests/engine/test_staged_executor.py::test_processes_answer_as_one_does",
     ),
+    # A demo model learns an answer: each commit trains in layouts, and reads adapters back.
+    "tests/tuner/test_demo.py::test_a_new_answer": (
+        "tests/tuner/test_tune.py::test_every_layout_learns_the_same",
+        "tests/tuner/test_tune.py::test_an_adapter_is_trained_on",
+    ),
+    # Six processes answer: each commit runs deployments of which one is killed.
+    "tests/tools/bench/test_deployments.py"
+    "::test_a_split_and_copies_run_and_take_the_memory_of_its_forecast": (
+        "tests/tools/bench/test_deployments.py"
+        "::test_a_process_that_is_killed_ends_its_deployment_alone",
+        "tests/engine/test_memory.py::test_processes_take_what_was_forecast",
+    ),
     # Models at full size.
     "tests/api/test_towers.py::test_a_vision_model_at_full_size_learns_from_a_picture": (
         "tests/api/test_towers.py::test_training_on_a_picture_is_checked_where_the_picture_fits",
