@@ -234,8 +234,7 @@ def test_who_waits_for_a_page_is_not_passed_by_younger_ones() -> None:
             assert not is_ready or old.number in numbers, "the young one passes by"
             flying.append(chunks)
         else:
-            for chunk in flying.popleft():
-                scheduler.computed(chunk, None if chunk.row is None else TokenChoice(token=1))
+            end_step(scheduler, flying.popleft())
     assert (old.is_preempted, young.is_preempted) == (False, True)
     assert (len(old.tokens), len(young.tokens)) == (16, 16)
 
@@ -271,8 +270,7 @@ def test_who_waits_for_a_page_is_not_passed_by_a_prompt() -> None:
             assert not is_ready, "the young one passes by"
             flying.append(chunks)
         else:
-            for chunk in flying.popleft():
-                scheduler.computed(chunk, None if chunk.row is None else TokenChoice(token=1))
+            end_step(scheduler, flying.popleft())
     assert len(old.tokens) == 15
 
 
@@ -343,11 +341,16 @@ def test_the_youngest_gives_way_and_is_recomputed() -> None:
 ROOMY = Capacity(sequences=4, context_tokens=48, pages=48, page_tokens=4, step_tokens=16)
 
 
+def end_step(scheduler: Scheduler, chunks: list[Chunk]) -> None:
+    """Give each sequence of a step the token 1."""
+    for chunk in chunks:
+        scheduler.computed(chunk, None if chunk.row is None else TokenChoice(token=1))
+
+
 def step(scheduler: Scheduler) -> dict[int, int]:
     """Run a step; the tokens of each sequence in it, by its number."""
     chunks = scheduler.next_step()
-    for chunk in chunks:
-        scheduler.computed(chunk, None if chunk.row is None else TokenChoice(token=1))
+    end_step(scheduler, chunks)
     return {chunk.sequence: len(chunk.tokens) for chunk in chunks}
 
 

@@ -110,11 +110,11 @@ class Scheduler:
         """Choose the chunks of the next step; empty if no sequence can advance now."""
         self._end_cancelled()
         self._admit()
-        is_in_flight = any(sequence.is_in_step for sequence in self.running.values())
-        can_run_ahead = all(sequence.can_run_ahead for sequence in self.running.values())
-        if self._runs_ahead and is_in_flight and not can_run_ahead:
+        running = self.running.values()
+        is_ahead = self._runs_ahead and any(sequence.is_in_step for sequence in running)
+        if is_ahead and not all(sequence.can_run_ahead for sequence in running):
             return []
-        sequences = [sequence for sequence in self.running.values() if not sequence.is_cancelled]
+        sequences = [sequence for sequence in running if not sequence.is_cancelled]
         decoding = [sequence for sequence in sequences if sequence.is_decoding]
         ready = [sequence for sequence in sequences if sequence.is_ready(ahead=self._runs_ahead)]
         # `share` is the size of a decode micro-batch. With 5 decoding sequences and 2 steps in

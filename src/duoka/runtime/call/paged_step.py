@@ -117,7 +117,7 @@ class PagedStep:
 
     @property
     def takes_sampled(self) -> bool:
-        """True if tokens of the step are those that the step before it samples."""
+        """True if the previous step samples tokens of this one (see `Chunk`)."""
         return any(chunk.tokens[0] < 0 for chunk in self.chunks)
 
     @property
