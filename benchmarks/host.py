@@ -253,7 +253,7 @@ def engine_run(
         pages=len(tokens) * -(-context // page_tokens),
         page_tokens=page_tokens,
         step_tokens=sum(map(len, tokens)),
-        has_graphs=has_graphs,
+        graph_tokens=256 if has_graphs else 0,
     )
     chunks = chunks_of(tokens, context, page_tokens)
     # A model of its own, as its attention is set for the whole model.

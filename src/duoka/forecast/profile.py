@@ -383,6 +383,16 @@ class Profile:
         return -1, ref.index
 
     @property
+    def graph_tokens(self) -> int | None:
+        """The most tokens of a decode step that can be a CUDA graph; None without a limit.
+
+        In larger steps the host waits for the routing of quantized experts.
+        """
+        serving = [regime.query for regime in self.regimes if regime.phase == "serve"]
+        is_limited = len(serving) > 2 and self.conditions.quantize != "none"
+        return serving[-1][0] - 1 if is_limited else None
+
+    @property
     def encodes_images(self) -> bool:
         """True if images are encoded in separate steps before the prompt."""
         return any(regime.phase == "encode" for regime in self.regimes)

@@ -76,8 +76,8 @@ class Capacity:
         True if pages hold 8-bit integers, with a scale for each token and head.
     gathers : bool
         True if pages of any size are gathered: attention that reads them in place failed a test.
-    has_graphs : bool
-        True if decode steps are CUDA graphs where attention reads pages in place.
+    graph_tokens : int
+        The most tokens of a decode step that is a CUDA graph, where attention reads pages in place.
     """
 
     sequences: int
@@ -88,7 +88,7 @@ class Capacity:
     whole_prompts: bool = False
     is_int8: bool = False
     gathers: bool = False
-    has_graphs: bool = False
+    graph_tokens: int = 0
 
     @classmethod
     def of(cls, workload: Workload) -> Capacity:
@@ -105,7 +105,9 @@ class Capacity:
                 workload.batch * workload.context_tokens,
             ),
             is_int8=workload.has_int8_cache,
-            has_graphs=workload.cuda_graphs,
+            graph_tokens=_MOST_GRAPH_TOKENS
+            if workload.cuda_graphs is True
+            else int(workload.cuda_graphs),
         )
 
     @property
@@ -187,9 +189,9 @@ class Capacity:
 
         With 10 sequences these have 10, 8, 7, …, 1 tokens: 9 sequences are padded to 10.
         """
-        if not (self.has_graphs and self.has_block_tables):
+        if not (self.graph_tokens and self.has_block_tables):
             return []
-        most = min(self.sequences, _MOST_GRAPH_TOKENS)
+        most = min(self.sequences, self.graph_tokens)
         sizes = _sort_distinct(map(self.tokens, range(1, most + 1)))
         return [StepSize(tokens=size, rows=1, logits=self.logits(size)) for size in sizes[::-1]]
 

@@ -197,8 +197,9 @@ class Workload:
     page_tokens : {16, 256}
         Tokens of a page; planning sets it unless `pages` are given. FlashAttention reads pages of
         256 tokens in place; any other attention gathers the pages first.
-    cuda_graphs : bool
-        Replay decode steps as CUDA graphs where FlashAttention reads pages in place.
+    cuda_graphs : bool or int
+        Replay decode steps as CUDA graphs where FlashAttention reads pages in place; a number is
+        the most tokens of such a step. Planning sets it for models with quantized experts.
     gpu_generation : GpuGeneration
         Generation of the GPUs; planning sets it to that of the fleet.
     training : Training, optional
@@ -229,7 +230,7 @@ class Workload:
     pages: int | None = None
     pages_for_batch: bool = False
     page_tokens: int = PAGE_TOKENS
-    cuda_graphs: bool = True
+    cuda_graphs: bool | int = True
     gpu_generation: GpuGeneration = field(default_factory=GpuGeneration)
     training: Training | None = None
 

@@ -35,7 +35,8 @@ def build_model(checkpoint: Checkpoint, workload: Workload) -> PreTrainedModel:
     if method is None:
         assert workload.quantize != "auto", "resolve it first"
         if workload.quantize != "none":
-            quantization.quantize_model(model, workload.quantize)
+            trains = workload.training is not None
+            quantization.quantize_model(model, workload.quantize, trains=trains)
     elif tensors is None or any(tensor.nbytes is None for tensor in tensors.values()):
         raise ModelError(
             f"the checkpoint is quantized ({method.name}), and the sizes of its tensors are "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from duoka.errors import UsageError
 from duoka.forecast.profile import Profile
 
@@ -18,6 +20,10 @@ def solve(profile: Profile, problem: PlanProblem, *, leave_room: bool = True) ->
 
     Without `leave_room` the best placement need not leave the recommended free memory.
     """
+    graph_tokens = profile.graph_tokens
+    if graph_tokens is not None and problem.workload.cuda_graphs:
+        workload = replace(problem.workload, cuda_graphs=graph_tokens)
+        problem = replace(problem, workload=workload)
     if problem.largest is None and problem.device_map is None:
         return place_best(profile, problem, leave_room=leave_room)
     if problem.largest is None:

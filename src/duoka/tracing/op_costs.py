@@ -33,6 +33,8 @@ _GATHERING = frozenset({_ATEN.embedding, _ATEN.index, _ATEN.index_select, _ATEN.
 _SCATTERING = frozenset({_ATEN.index_copy_, _ATEN.index_put_, _ATEN.scatter_})
 _ALLOCATING = frozenset({_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty})
 _GROUPED = frozenset({_ATEN._grouped_mm})
+_EXPERT_LAUNCHES = 5
+"""Kernels of `models.quantization.experts` for each token of a few, or for each expert."""
 
 
 def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
@@ -53,6 +55,9 @@ def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     if func is torch.ops.torch_attn._varlen_attn.default:
         # Every query counts as attending to the most keys of a sequence.
         return 4 * int(args[0].numel()) * int(args[6])
+    if func.namespace == "duoka":
+        # A product for each pair of token and expert: activations [.., columns], to [pairs, rows].
+        return 2 * int(result.numel()) * int(args[0].shape[1])
     formula = flop_registry.get(func.overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
@@ -71,10 +76,18 @@ def _count_attention_flops(
     return 2 * batch * heads * queries * key.shape[2] * widths
 
 
-def launches(func: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
-    """Return True if an operator's call starts a kernel; views and allocations don't."""
+def count_launches(
+    func: Any,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    *,
+    is_few: bool = False,
+) -> int:
+    """Return the number of kernels that an operator's call starts; views and allocations none."""
     if func.overloadpacket in _ALLOCATING:
-        return False
+        return 0
+    if func.namespace == "duoka":
+        return _EXPERT_LAUNCHES * (len(inputs[1]) if is_few else inputs[2].shape[0])
     storages = {tensor.storage_id for tensor in _select_virtual(inputs)}
     return func._schema.is_mutable or not all(
         tensor.storage_id in storages for tensor in _select_virtual(outputs)
@@ -86,11 +99,12 @@ def count_bytes(
     inputs: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
     *,
-    is_alone: bool = False,
+    is_few: bool = False,
 ) -> int:
     """Return the bytes read and written by a kernel.
 
-    `is_alone` means a step over a single token, which reads the matrices of its own experts only.
+    `is_few` means a step of so few tokens that each reads the matrices of its own experts; a step
+    of more tokens counts as reading all.
     """
     outputs = _select_virtual(outputs)
     packet = func.overloadpacket
@@ -104,10 +118,14 @@ def count_bytes(
         return 2 * query.nbytes + number * values.element_size()
     if packet in _SCATTERING:
         return 2 * _sum_bytes(inputs[1:])
-    if is_alone and packet in _GROUPED:
+    if is_few and packet in _GROUPED:
         rows, matrices = inputs[0], inputs[1]
         share = min(1.0, rows.shape[0] / matrices.shape[0]) if matrices.ndim == 3 else 1.0
         return round(_sum_bytes([rows, *outputs]) + share * matrices.nbytes)
+    if is_few and func.namespace == "duoka":
+        # Selected weights are read, written, and read again.
+        share = 3 * inputs[1].numel() / inputs[2].shape[0]
+        return round(_sum_bytes([*inputs[:2], *outputs]) + share * _sum_bytes(inputs[2:]))
     return _sum_bytes(inputs) + _sum_bytes(outputs)
 
 

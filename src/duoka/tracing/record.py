@@ -32,7 +32,7 @@ from duoka.runtime.dispatch.arguments import bring, caches_in, caches_of, mapped
 from .blocks import ModuleGroup
 from .boundaries import Moves, observe_calls, replace_calls
 from .memo import BlockMemo, placeholder, producer_of
-from .op_costs import count_bytes, count_flops, launches
+from .op_costs import count_bytes, count_flops, count_launches
 from .recorded import AllocId, PassLog, RecordedMicroBatch, RecordedPass, RecordedTrace
 
 
@@ -85,7 +85,7 @@ class Recorder:
                 self._block_of.setdefault(id(parameter), owners.get(name, 0))
         self._slots: list[list[int]] = [[] for _ in groups]
         self._current = 0
-        self._is_alone = False
+        self._is_few = False
         self._scope = ExitStack()
         # Arguments of entered containers, until the next block call; (block, argument) pairs read.
         self._entered: list[_Argument] = []
@@ -138,9 +138,9 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         self._scope.close()
 
-    def record(self, run: Callable[[], None], *, is_alone: bool = False) -> RecordedPass:
-        """Record a step of a single pass; `is_alone` marks one token of one sequence."""
-        self._is_alone = is_alone
+    def record(self, run: Callable[[], None], *, is_few: bool = False) -> RecordedPass:
+        """Record a step of a single pass; `is_few` is explained at `count_bytes`."""
+        self._is_few = is_few
         self._start_step()
         recorded = self._record_pass(run)
         self._note_retained()
@@ -255,9 +255,10 @@ class Recorder:
             return
         trace.flops += count_flops(func, args, kwargs, result)
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
-        if launches(func, inputs, outputs):
-            trace.launches += 1
-            trace.moved_bytes += count_bytes(func, inputs, outputs, is_alone=self._is_alone)
+        number = count_launches(func, inputs, outputs, is_few=self._is_few)
+        if number:
+            trace.launches += number
+            trace.moved_bytes += count_bytes(func, inputs, outputs, is_few=self._is_few)
 
     def _locate(self) -> None:
         """In a backward pass, set the current block by the running autograd node."""

@@ -178,8 +178,8 @@ class GenerationTracer(Tracer):
 
     def _record_step(self, stepper: Stepper, phase: Phase, tokens: int) -> RecordedStep:
         """Record a step of `tokens` tokens; in the phase "encode", of as many images."""
-        is_alone = stepper.batch == tokens == 1 and phase != "encode"
-        recorded = self.recorder.record(partial(stepper.take, phase, tokens), is_alone=is_alone)
+        is_few = stepper.batch == tokens == 1 and phase != "encode"
+        recorded = self.recorder.record(partial(stepper.take, phase, tokens), is_few=is_few)
         keys = stepper.past if phase != "release" else 0
         return RecordedStep(phase, stepper.batch, tokens, keys, recorded)
 

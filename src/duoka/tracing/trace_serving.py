@@ -6,15 +6,18 @@ memory of a step depends only on its size and on the size of the cache (`forecas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from duoka.errors import ModelError
 from duoka.forecast.profile import ENDLESS, Phase, Profile, Regime
 from duoka.forecast.serving import FIRST, Capacity, StepSize, serving_monomials
 from duoka.forecast.workload import BLOCK_TABLE_PAGE_TOKENS, PAGE_TOKENS
+from duoka.models.quantization import has_interface
 from duoka.runtime.call.paged_model import PagedModel, reads_pages
 from duoka.runtime.draw import draw_in_every_way
 
@@ -29,6 +32,10 @@ _ONE = ((1, 1, 2),) * 6
 _SEVERAL = (
     *((2, 1, 2), (40, 32, 7), (28, 8, 3), (64, 4, 17), (80, 64, 2), (24, 16, 5)),
     *((56, 2, 11), (48, 32, 13), (96, 1, 19), (32, 8, 2)),
+)
+_FEW = (
+    *((2, 1, 2), (16, 16, 7), (11, 8, 3), (15, 4, 10), (13, 1, 2), (9, 8, 5)),
+    *((12, 2, 11), (8, 4, 6), (14, 1, 4), (5, 2, 2)),
 )
 # The cache of each run as (sequences, context tokens, pages).
 _CACHES = (
@@ -60,22 +67,43 @@ def trace_serving(model: nn.Module, spec: TraceSpec) -> Profile:
     return tracer.trace(tracer.schedule, failure)
 
 
+# Up to E / k tokens, each with k of E experts, count as reading the weights of their own experts;
+# more tokens count as reading the weights of all experts. So experts divide the sizes once more.
+def _ranges(few: int) -> list[tuple[Sequence[tuple[int, int, int]], tuple[int, int]]]:
+    """Return step sizes to record, each list with the range of tokens for which rules then hold.
+
+    `few` is the least E / k of the model's layers, `ENDLESS` for a model without experts.
+    """
+    if not 1 < few < ENDLESS:
+        return [(_ONE, (1, 2)), (_SEVERAL, (2, ENDLESS))]
+    smaller = [(min(t, few), min(r, t, few), l) for t, r, l in _FEW]
+    larger = [(tokens + few - 1, rows, logits) for tokens, rows, logits in _SEVERAL]
+    return [(_ONE, (1, 2)), (smaller, (2, few + 1)), (larger, (few + 1, ENDLESS))]
+
+
 class _ServingTracer(Tracer):
     """Records steps over paged caches."""
 
     def schedule(self) -> Iterator[RegimeTraces]:
         """Yield the regimes of all steps."""
-        groups = find_groups(self.model, lambda: self._stepper(0).start())
+        few = [ENDLESS]
+
+        def note(module: Any, args: Any) -> None:
+            if has_interface(module) and len(args) > 1:
+                few.append(module.num_experts // args[1].shape[1])
+
+        with register_module_forward_pre_hook(note):
+            groups = find_groups(self.model, lambda: self._stepper(0).start())
         if any(group.returns_to is not None for group in groups):
             raise Unlike("the model's code moves tensors between devices")
         self.observe(groups)
         self.caller_at = len(groups) - 1  # tokens are sampled on the device of the logits
         firsts: list[RecordedStep] = []
-        for sizes, query in ((_ONE, (1, 2)), (_SEVERAL, (2, ENDLESS))):
+        for sizes, query in _ranges(min(few)):
             samples: list[RecordedStep] = []
             for number, (tokens, rows, logits) in enumerate(sizes):
                 size = StepSize(tokens=tokens, rows=rows, logits=logits)
-                first, later = self._record(number, size)
+                first, later = self._record(number, size, is_few=tokens <= min(few))
                 firsts.append(first)
                 samples.append(later)
             yield self.fit(Regime(phase="serve", query=query), samples)
@@ -95,7 +123,9 @@ class _ServingTracer(Tracer):
         )
         return PagedModel(self.model, capacity, self.device, is_spread=True)
 
-    def _record(self, number: int, size: StepSize) -> tuple[RecordedStep, RecordedStep]:
+    def _record(
+        self, number: int, size: StepSize, *, is_few: bool
+    ) -> tuple[RecordedStep, RecordedStep]:
         """Record the first step over the cache of a run, and a later step of this size."""
         stepper = self._stepper(number)
         capacity, samples = stepper.cache.capacity, []
@@ -106,7 +136,7 @@ class _ServingTracer(Tracer):
         with self.recorder as recorder:
             recorder.forget()
             for phase, now, run in runs:
-                recorded = recorder.record(run)
+                recorded = recorder.record(run, is_few=is_few or phase == "start")
                 attended = capacity.attended_tokens
                 values = serving_monomials(
                     now,

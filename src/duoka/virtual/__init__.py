@@ -18,12 +18,15 @@ from .backend import gpus, register, set_gpus, unnamed_gpus
 from .faults import MixedDevicesError
 from .known_values import REAL_BYTES, UnknownValueError, unknown_numbers_as, with_values
 from .naming import device_type, is_virtual, spoken, virtual_device
-from .operators import is_product
+from .cuda_only import multiply_int4
+from .operators import add_operator, is_product
 from .tensor import VirtualTensor
 from .world import Listener, VirtualGpu, World, active_world, observe, settled_by
 
 __all__ = [
     "REAL_BYTES",
+    "add_operator",
+    "multiply_int4",
     "Listener",
     "MixedDevicesError",
     "UnknownValueError",

@@ -81,8 +81,15 @@ def _multiply_int4(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         # PyTorch's own shape rule doesn't accept plain meta tensors.
         shape = (left.shape[0], _ROWS * packed.shape[0])
         return place(torch.empty(shape, dtype=left.dtype, device="meta"), gpu)
+    return place(multiply_int4(left, packed, group, scale_and_zero), gpu)
+
+
+def multiply_int4(
+    left: torch.Tensor, packed: torch.Tensor, group: int, scale_and_zero: torch.Tensor
+) -> torch.Tensor:
+    """Multiply by a packed 4-bit weight whose tensors are the data behind virtual tensors."""
     weight = _unpack_int4(packed, group, scale_and_zero)
-    return place(left @ weight.to(left.dtype).t(), gpu)
+    return left @ weight.to(left.dtype).t()
 
 
 def _unpack_int4(packed: torch.Tensor, group: int, scale_and_zero: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ others make new tensors. Other modules register handlers of their own (`transfer
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -123,6 +123,22 @@ def make(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Make new tensors: the handler of operators that neither view nor write."""
     plain, gpu = op_call.unwrap(func, args, kwargs)
     return op_call.wrap_results(op_call.execute(func, plain, gpu), gpu)
+
+
+def add_operator(func: Any, buffers: Callable[..., Iterable[Sequence[int]]]) -> None:
+    """Let an operator from outside PyTorch run on virtual tensors, by its kernels elsewhere.
+
+    `buffers` returns from the arguments the bytes of the buffers that exist together on a GPU,
+    one group after another; each is charged and freed.
+    """
+
+    def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = make(func, args, kwargs)
+        for sizes in buffers(*args):
+            result.gpu.charge(*sizes)
+        return result
+
+    handlers[func] = run_operator
 
 
 def below(whole: Callable[..., Any]) -> Handler:

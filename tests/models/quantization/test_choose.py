@@ -19,7 +19,7 @@ from duoka.models.quantization.weights import computes_in, quantize
     [
         ("glm", 24, "embeddings (1); the head and tied weights (1)"),
         ("tied", 28, "embeddings (1)"),
-        ("experts", 16, "stacked experts (8)"),
+        ("experts", 24, "other layers (4)"),
     ],
 )
 def test_linear_layers_but_head_routers_and_stacks(name: str, count: int, said: str) -> None:

@@ -3,23 +3,29 @@
 - `choose`: choose the weights of a model to quantize, with reasons for the exceptions
 - `weights`: int8, int4 and nf4 weights of torchao and bitsandbytes
 - `composed`: weights made of several tensors; weights of known size without values
+- `stacked`: the quantized weights of a layer's experts in one parameter
+- `experts`: the forward pass of experts with such weights
 - `frozen`: linear layers with frozen quantized weights for training
 - `rows`: quantize into an existing weight some rows at a time
 """
 
 from .choose import notes, quantize_model
 from .composed import StoredWeight, is_composed, num_bytes, parts
+from .experts import has_interface
 from .frozen import freeze_quantized
 from .rows import fill_rows, takes_rows
+from .stacked import ExpertStack
 from .weights import Scheme, computes_in, empty_weight, move_weight, quantize
 
 __all__ = [
+    "ExpertStack",
     "Scheme",
     "StoredWeight",
     "computes_in",
     "empty_weight",
     "fill_rows",
     "freeze_quantized",
+    "has_interface",
     "is_composed",
     "move_weight",
     "notes",

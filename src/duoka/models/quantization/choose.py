@@ -2,29 +2,36 @@
 
 The weights of linear layers are quantized. Exceptions are modules that transformers' own quantizers
 skip (the head, and tied modules); routers, where small errors select other experts; weights that
-the architecture keeps in float32; and shapes that the kernels don't support. Stacks of experts are
-not quantized: there is no kernel for several quantized experts at once.
+the architecture keeps in float32; and shapes that the kernels don't support. Stacked experts are
+quantized where their forward pass can be replaced, as in all classes that use transformers' own
+interface for experts.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
+from .experts import IMPLEMENTATION, has_interface
+from .stacked import quantize_stack, refused_shape
 from .composed import empty_on, is_composed, num_bytes
 from .weights import BLOCK, GROUPS, ROWS, Scheme, computes_in, let_compute_in, quantize, require
 
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
-_LEAST_STACK = 3  # dimensions of a stack of experts
+_STACK_DIMENSIONS = 3
 
 
-def quantize_model(model: PreTrainedModel, scheme: Scheme) -> None:
-    """Quantize the linear layers of a model in place; the model is usually on the meta device."""
+def quantize_model(model: PreTrainedModel, scheme: Scheme, *, trains: bool = False) -> None:
+    """Quantize the linear layers and the experts of a model in place, usually on the meta device.
+
+    With `trains` the layouts have a gradient for their inputs.
+    """
     require(scheme)
     excluded = frozenset(HfQuantizer.get_modules_to_not_convert(model))
     # On the meta device all weights of one shape and dtype give the same result: quantize one.
@@ -32,6 +39,13 @@ def quantize_model(model: PreTrainedModel, scheme: Scheme) -> None:
     for name, module, key in _matrices(model):
         parameter = module.get_parameter(key)
         if _reason(model, scheme, name, excluded) is not None:
+            continue
+        if _is_stack(module, parameter):
+            stack = quantize_stack(
+                parameter.detach(), scheme, trains=trains, is_transposed=module.is_transposed
+            )
+            module.register_parameter(key, nn.Parameter(stack, requires_grad=False))
+            module.config._experts_implementation = IMPLEMENTATION
             continue
         shape = parameter.shape, parameter.dtype
         if parameter.is_meta and shape in templates:
@@ -62,7 +76,7 @@ def notes(model: PreTrainedModel, scheme: Scheme) -> tuple[str, ...]:
     if not count:
         return (f"No weight is quantized to {scheme}: {unquantized}.",)
     return (
-        f"{count} weights of linear layers are quantized to {scheme} during loading: to "
+        f"{count} weights are quantized to {scheme} during loading: to "
         f"{quantized_bytes / original_bytes:.0%} of their size, including scales and padding.",
         *([f"Not quantized: {unquantized}."] if unquantized else []),
         f"`duoka bench --quality FILE MODEL --quantize {scheme}` measures the effect on your text.",
@@ -77,15 +91,23 @@ def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                 yield f"{prefix}.{key}" if prefix else key, module, key
 
 
+def _is_stack(module: Any, parameter: torch.Tensor) -> bool:
+    """Return True for the stacked weights of experts whose forward pass can be replaced."""
+    return parameter.ndim == _STACK_DIMENSIONS and has_interface(module)
+
+
 def _reason(
     model: PreTrainedModel, scheme: Scheme, name: str, excluded: Collection[str]
 ) -> str | None:
     """Return the reason not to quantize a parameter; None for a parameter to quantize."""
     owner = name.rpartition(".")[0]
     module, parameter = model.get_submodule(owner), model.get_parameter(name)
+    if _is_stack(module, parameter):
+        rows, columns = parameter.shape[:0:-1] if module.is_transposed else parameter.shape[1:]
+        return refused_shape(scheme, rows, columns)
     if not isinstance(module, nn.Linear):
-        if parameter.ndim >= _LEAST_STACK and "expert" in name:
-            return "stacked experts"
+        if parameter.ndim >= _STACK_DIMENSIONS and "expert" in name:
+            return "stacked experts with a forward pass of their own"
         return "embeddings" if isinstance(module, nn.Embedding) else "other layers"
     if owner in excluded:
         return "the head and tied weights"

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from duoka.errors import ModelError
 
 from .composed import is_composed
+from .stacked import ExpertStack
 from .weights import Nf4Weight
 
 _PASSABLE = ("Int8Tensor", "Nf4Weight")
@@ -30,15 +31,22 @@ def freeze_quantized(model: nn.Module) -> None:
         If a quantized layer isn't a plain `nn.Linear`, or its weight has no known gradient.
     """
     for name, module in model.named_modules():
+        for stack in module.parameters(recurse=False):
+            if isinstance(stack, ExpertStack) and not hasattr(stack.weight_class, "unpacked"):
+                raise _no_gradient(name, stack.weight_class)
         weight = module._parameters.get("weight")
         if weight is not None and is_composed(weight):
             if type(module) is not nn.Linear or type(weight).__name__ not in _PASSABLE:
-                raise ModelError(
-                    f"{name} has no backward: {type(module).__name__} with a weight that is "
-                    f"{type(weight).__name__}",
-                    hint="train the model without --quantize",
-                )
+                raise _no_gradient(f"{name}, {type(module).__name__}", type(weight))
             module.__class__ = FrozenLinear
+
+
+def _no_gradient(name: str, weight_class: type[Any]) -> ModelError:
+    """Return the error for a quantized weight without a gradient for its inputs."""
+    return ModelError(
+        f"{name} has no backward: its weight is {weight_class.__name__}",
+        hint="train the model with --quantize nf4, or without --quantize",
+    )
 
 
 class FrozenLinear(nn.Linear):

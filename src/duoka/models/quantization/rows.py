@@ -13,21 +13,23 @@ import torch
 from torch import Tensor
 
 from .composed import parts
-from .weights import computes_in, quantize, scheme_of
+from .weights import INT4_CLASSES, computes_in, quantize, scheme_of
 
 _ALIGNED_ROWS = 64
 """The number of rows that int4's layouts interleave: only whole groups can be filled."""
+_INTERLEAVED = INT4_CLASSES | {"Int8Tiles"}
 _WORKING_ELEMENTS = 2**20
 """About the number of elements to quantize at once; temporaries take some 20 bytes for each."""
 # The dimension of the weight's rows in each part of a quantized weight.
 _ROW_DIMENSION = {
-    "qdata": 0, "scale": 0, "zero_point": 0, "packed": 0, "absmax": 0, "scale_and_zero": 1,
+    "qdata": 0, "numbers": 0, "scale": 0, "zero_point": 0, "packed": 0, "absmax": 0,
+    "scale_and_zero": 1,
 }  # fmt: skip
 
 
 def takes_rows(target: Tensor, start: int, stop: int) -> bool:
     """Return True if the rows `start` to `stop` can be filled separately from other rows."""
-    if scheme_of(target) != "int4":
+    if type(target).__name__ not in _INTERLEAVED:
         return True
     return start % _ALIGNED_ROWS == 0 and (stop % _ALIGNED_ROWS == 0 or stop == target.shape[0])
 
@@ -52,7 +54,9 @@ def _try_fill(target: Tensor, start: int, source: Tensor) -> bool:
     """Quantize rows at once; return False if memory is short and the rows can be halved."""
     try:
         taken = source.to(device=target.device, dtype=computes_in(target))
-        _write(target, start, quantize(taken, scheme_of(target)))
+        make = getattr(type(target), "of", None)  # of duoka's own classes
+        rows = quantize(taken, scheme_of(target)) if make is None else make(taken)
+        _write(target, start, rows)
     except torch.OutOfMemoryError as error:
         if len(source) < 2 * _ALIGNED_ROWS:
             raise

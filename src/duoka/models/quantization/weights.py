@@ -41,10 +41,13 @@ GROUPS = (128, 64, 32)
 ROWS = 16
 """The CPU kernel for int4 requires a multiple of this number of rows."""
 _COLUMNS = 1024  # the tensor-core kernel for int4 requires a multiple of this number of columns
-_TILES = 8  # `inner_k_tiles` of the tensor-core layout; torchao uses no other value
+TILES = 8
+"""`inner_k_tiles` of the tensor-core layout for int4; torchao uses no other value."""
 _TILED, _OPAQUE = "Int4TilePackedTo4dTensor", "Int4OpaqueTensor"
 _SCHEMES: dict[str, Scheme] = {"Int8Tensor": "int8", "Nf4Weight": "nf4"}
-_SCHEMES |= {_TILED: "int4", _OPAQUE: "int4"}
+_SCHEMES |= {"Int8Tiles": "int8", "Int8Rows": "int8"}
+INT4_CLASSES = frozenset({_TILED, _OPAQUE, "Int4Tiles", "Int4Rows"})
+"""The names of the classes of weights in int4."""
 _DTYPE_ATTRIBUTE = "_duoka_made_from"
 _TESTED = {"torch": "2.11 and 2.13", "torchao": "0.18", "bitsandbytes": "0.50"}
 
@@ -78,7 +81,7 @@ def _quantize_tiled(weight: Tensor) -> Tensor:
     group = group_of(columns)
     padded = F.pad(weight.to(torch.bfloat16), (0, -columns % _COLUMNS))
     numbers, scale_and_zero = groupwise_affine_quantize_tensor(padded, 4, group)
-    packed = torch.ops.aten._convert_weight_to_int4pack(numbers, _TILES)
+    packed = torch.ops.aten._convert_weight_to_int4pack(numbers, TILES)
     shape = torch.Size((rows, columns))
     result: Tensor = Int4TilePackedTo4dTensor(packed, scale_and_zero, [1, group], shape)
     return result
@@ -86,6 +89,10 @@ def _quantize_tiled(weight: Tensor) -> Tensor:
 
 def empty_weight(tensor: Tensor, device: torch.device) -> Tensor:
     """Allocate a quantized weight like `tensor` on a device, in the layout of the device."""
+    move = getattr(tensor, "empty_on", None)
+    if move is not None:
+        stack: Tensor = move(device)
+        return stack
     if type(tensor).__name__ != _TILED or device.type != "cpu":
         return empty_on(tensor, device)
     from torchao.prototype.quantization.int4 import Int4OpaqueTensor
@@ -112,7 +119,8 @@ def move_weight(tensor: Tensor, device: torch.device) -> Tensor:
 
 def scheme_of(tensor: Tensor) -> Scheme:
     """Return the scheme of a quantized weight."""
-    return _SCHEMES[type(tensor).__name__]
+    name = type(tensor).__name__
+    return "int4" if name in INT4_CLASSES else _SCHEMES[name]
 
 
 def computes_in(tensor: Tensor) -> torch.dtype:
@@ -136,6 +144,17 @@ class Nf4Weight(Composed):
 
     It holds `packed`, uint8 [rows x columns / 2, 1], and `absmax`, float32 [rows x columns / 64].
     """
+
+    @staticmethod
+    def layout(
+        rows: int, columns: int, _dtype: torch.dtype
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return the shape and dtype of each tensor of a weight [rows, columns]."""
+        count = rows * columns
+        return {
+            "packed": ((count // 2, 1), torch.uint8),
+            "absmax": ((count // BLOCK,), torch.float32),
+        }
 
     @staticmethod
     def of(weight: Tensor) -> Composed:

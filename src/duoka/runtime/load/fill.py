@@ -18,7 +18,13 @@ from torch import Tensor
 from duoka.errors import LoadError
 from duoka.models.boxes import Box, TensorCopy, as_slices, whole_box
 from duoka.models.conversion import Recipe
-from duoka.models.quantization import computes_in, fill_rows, is_composed, takes_rows
+from duoka.models.quantization import (
+    ExpertStack,
+    computes_in,
+    fill_rows,
+    is_composed,
+    takes_rows,
+)
 
 from ..devices import can_pin
 from .read_ahead import STRETCH_BYTES, Wait, read_ahead, stretches
@@ -172,6 +178,18 @@ class Quantizer:
 
     def put(self, name: str, target: Tensor, box: Box, source: Tensor) -> None:
         """Quantize a box of a weight, at once if possible, else once the weight is complete."""
+        if isinstance(target, ExpertStack):
+            (first, last), *inner = box
+            for number in range(first, last):
+                expert, rows = target.expert(number), source[number - first]
+                if target.is_transposed:
+                    inner, rows = inner[::-1], rows.T
+                self._put_matrix(f"{name}[{number}]", expert, inner, rows)
+        else:
+            self._put_matrix(name, target, box, source)
+
+    def _put_matrix(self, name: str, target: Tensor, box: Sequence[Any], source: Tensor) -> None:
+        """Quantize a box [rows, columns] of a matrix."""
         (start, stop), columns = box
         if columns == (0, target.shape[1]) and takes_rows(target, start, stop):
             fill_rows(target, start, source)
@@ -179,7 +197,7 @@ class Quantizer:
         if name not in self._gathered:
             self._gathered[name] = torch.empty(target.shape, dtype=computes_in(target))
             self._missing[name] = target.numel()
-        self._gathered[name][as_slices(box)] = source
+        self._gathered[name][start:stop, slice(*columns)] = source
         self._missing[name] -= source.numel()
         if not self._missing[name]:
             fill_rows(target, 0, self._gathered.pop(name))

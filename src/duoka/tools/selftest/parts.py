@@ -32,7 +32,7 @@ from duoka.tools.doctor.facts import Finding
 
 _MOST_UNDER = 0.001  # of a forecast
 _CAPACITY = Capacity(
-    sequences=16, context_tokens=512, pages=32, page_tokens=256, step_tokens=64, has_graphs=True
+    sequences=16, context_tokens=512, pages=32, page_tokens=256, step_tokens=64, graph_tokens=16
 )
 _SEQUENCES, _PROMPT_TOKENS, _NEW_TOKENS, _SEQ_LENGTH = 16, 128, 32, 256
 

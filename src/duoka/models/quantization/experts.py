@@ -1,0 +1,299 @@
+"""The forward pass of a layer's experts with quantized stacks (`stacked`).
+
+For one token, the packed rows of its experts are selected on the device into one weight, which is
+multiplied by a single kernel. For a few tokens this is repeated token by token. From as many pairs
+of token and expert as there are experts on, each expert is read once: the pairs are sorted by
+expert, which needs one wait for the routing, and an expert's tokens are multiplied in tiles. So no
+weight is dequantized beyond a single expert, and the memory doesn't depend on the routing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from duoka.virtual import add_operator
+
+from .stacked import ExpertStack, Int4Rows, Int4Tiles, Int8Rows, Int8Tiles
+from .weights import Nf4Weight
+
+IMPLEMENTATION = "duoka"
+"""The name of this forward pass among transformers' implementations of experts."""
+_CLASSES: dict[str, Any] = {
+    cls.__name__: cls for cls in (Int4Tiles, Int8Tiles, Int4Rows, Int8Rows, Nf4Weight)
+}
+_TILE_ROWS = 64
+"""The most tokens in a product on a GPU; bounds the memory of a product."""
+
+
+def has_interface(module: nn.Module) -> bool:
+    """Return True if a module is one of transformers' experts, whose forward can be replaced."""
+    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+
+
+def forward(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of each token's experts, [tokens, hidden].
+
+    Parameters
+    ----------
+    module : nn.Module
+        One of transformers' modules of experts, with an `ExpertStack` for each projection.
+    hidden : Tensor
+        [tokens, hidden].
+    index, weights : Tensor
+        [tokens, experts per token]: the experts of each token, and their weights.
+    """
+    tokens, each = index.shape
+    module.experts_per_token = each
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    states = _project(module, first, hidden, index)
+    states = module._apply_gate(states) if module.has_gate else module.act_fn(states)
+    states = _project(module, "down_proj", states, index)
+    if module.has_post_expert_norm:
+        states = module.post_expert_norm(states)
+    weighted = states * weights.reshape(-1, 1)
+    return weighted.view(tokens, each, -1).sum(dim=1).to(hidden.dtype)
+
+
+def _project(module: Any, name: str, inputs: Tensor, index: Tensor) -> Tensor:
+    """Return a projection for each pair of token and expert, with its bias."""
+    outputs = linear(inputs, getattr(module, name), index)
+    if module.has_bias:
+        outputs = outputs + getattr(module, f"{name}_bias")[index.reshape(-1)]
+    return outputs
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, forward)
+
+
+def most_slot_tokens(model: nn.Module) -> int | None:
+    """Return the most tokens whose experts are selected token by token, after a forward pass.
+
+    None if the model has no quantized stacks on a GPU.
+    """
+    most = [
+        len(stack) // getattr(module, "experts_per_token", 1)
+        for module in model.modules()
+        if has_interface(module)
+        for stack in module.parameters(recurse=False)
+        if isinstance(stack, ExpertStack) and stack.device.type != "cpu"
+    ]
+    return max(1, min(most)) if most else None
+
+
+def linear(inputs: Tensor, stack: ExpertStack, experts: Tensor) -> Tensor:
+    """Multiply each token by the weights of its experts.
+
+    Parameters
+    ----------
+    inputs : Tensor
+        [tokens, columns], or [tokens x each, columns] with an own input for each expert.
+    stack : ExpertStack
+    experts : Tensor
+        [tokens, each].
+
+    Returns
+    -------
+    Tensor
+        [tokens x each, rows].
+    """
+    device_type = inputs.device.type
+    if torch.is_autocast_enabled(device_type):
+        inputs = inputs.to(torch.get_autocast_dtype(device_type))
+    kind, rows = stack.weight_class, stack.sizes[0]
+    tensors = list(stack.tensors.values())
+    if torch.is_grad_enabled() and inputs.requires_grad:
+        product: Any = _Product
+        result: Tensor = product.apply(inputs, experts, tensors, kind.__name__, rows)
+        return result
+    if len(experts) == 1 and device_type != "cpu" and kind is not Int8Rows:
+        return _multiply_slots(inputs, experts[0], tensors, kind, rows).to(inputs.dtype)
+    outputs: Tensor = torch.ops.duoka.experts_linear(inputs, experts, tensors, kind.__name__, rows)
+    return outputs
+
+
+# The k selected weights are one weight of k x rows rows. Its product with the k inputs has all
+# pairs of an input and an expert, [k, k, rows], of which the diagonal is wanted. The kernel reads
+# the weight once, and computes tiles of 16 inputs anyway.
+def _multiply_slots(
+    inputs: Tensor, experts: Tensor, tensors: Sequence[Tensor], kind: Any, rows: int
+) -> Tensor:
+    """Multiply one token by the weights of its experts: [1 or each, columns] to [each, rows]."""
+    each = len(experts)
+    if kind is Nf4Weight:
+        selected = [tensor.index_select(0, experts) for tensor in tensors]
+        size = torch.Size((rows, inputs.shape[1]))
+        outputs = inputs.new_empty(each, rows)
+        for number in range(each):
+            weight = _weight_of(kind, [part[number] for part in selected], size, inputs.dtype)
+            outputs[number] = F.linear(inputs[number % len(inputs)][None], weight)[0]
+        return outputs
+    packed, scales = tensors
+    packed = packed.index_select(0, experts).flatten(0, 1)
+    scales = scales.movedim(0, 1).index_select(1, experts).flatten(1, 2)
+    products: Tensor = kind.multiply(inputs, packed, scales)
+    if len(inputs) == 1:
+        return products.view(each, rows)
+    return products.view(each, each, rows).diagonal().t()
+
+
+def _weight_of(kind: Any, tensors: Sequence[Tensor], size: torch.Size, dtype: torch.dtype) -> Any:
+    """Return a weight [rows, columns] of its tensors, in the order of the class's layout."""
+    return kind(dict(zip(kind.layout(*size, dtype), tensors, strict=True)), size, dtype)
+
+
+def _experts_linear(
+    inputs: Tensor, experts: Tensor, tensors: Sequence[Tensor], name: str, rows: int
+) -> Tensor:
+    """Compute `linear` for several tokens, or on the CPU."""
+    kind = _CLASSES[name]
+    each, is_gpu = experts.shape[1], inputs.device.type != "cpu"
+    outputs = inputs.new_empty(experts.numel(), rows)
+    shared = len(inputs) == len(experts)
+    if is_gpu and kind is not Int8Rows and experts.numel() <= len(tensors[0]):
+        for token, chosen in enumerate(experts):
+            first, stop = token * each, (token + 1) * each
+            given = inputs[token : token + 1] if shared else inputs[first:stop]
+            outputs[first:stop] = _multiply_slots(given, chosen, tensors, kind, rows)
+        return outputs
+    if is_gpu:
+        _reserve(inputs.device, _tile_bytes(inputs, tensors, kind, rows))
+    size = torch.Size((rows, inputs.shape[1]))
+    for number, pairs in _tiles(experts, len(tensors[0]), _TILE_ROWS if is_gpu else None):
+        weight = _weight_of(kind, [tensor[number] for tensor in tensors], size, inputs.dtype)
+        given = inputs.index_select(0, pairs // each if shared else pairs)
+        outputs.index_copy_(0, pairs, F.linear(given, weight))
+    return outputs
+
+
+def _experts_backward(
+    gradient: Tensor, experts: Tensor, tensors: Sequence[Tensor], name: str, columns: int
+) -> Tensor:
+    """Return the gradient of each pair's input, [pairs, columns]; one expert is unpacked."""
+    kind, size = _CLASSES[name], torch.Size((gradient.shape[1], columns))
+    outputs, is_gpu = gradient.new_empty(len(gradient), columns), gradient.device.type != "cpu"
+    if is_gpu:
+        _reserve(gradient.device, _backward_bytes(gradient, columns))
+    for number, pairs in _tiles(experts, len(tensors[0]), _TILE_ROWS if is_gpu else None):
+        weight = _weight_of(kind, [tensor[number] for tensor in tensors], size, gradient.dtype)
+        unpacked = weight.unpacked(gradient.dtype)
+        outputs.index_copy_(0, pairs, gradient.index_select(0, pairs) @ unpacked)
+    return outputs
+
+
+def _tiles(experts: Tensor, count: int, most: int | None) -> Iterator[tuple[int, Tensor]]:
+    """Yield an expert and the indices of at most `most` of its pairs, for all experts in use."""
+    ordered, pairs = experts.flatten().sort()
+    bounds = torch.arange(count, device=experts.device)
+    ends = torch.searchsorted(ordered, bounds, right=True).tolist()  # waits for the routing
+    start = 0
+    for number, end in enumerate(ends):
+        for first in range(start, end, most or max(end - start, 1)):
+            yield number, pairs[first : min(first + (most or end), end)]
+        start = end
+
+
+# Another routing gives other tiles. So before the first tile, the memory of the largest possible
+# one is allocated and freed: the tiles then use what the allocator keeps of it.
+def _reserve(device: torch.device, sizes_bytes: Sequence[int]) -> None:
+    """Allocate memory of these sizes, all at once, and free it."""
+    _ = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes_bytes]
+
+
+def _slot_bytes(
+    inputs: Tensor, experts: Tensor, tensors: Sequence[Tensor], kind: Any, rows: int
+) -> list[int]:
+    """Return the sizes of the tensors made for one token by `_multiply_slots`."""
+    each, given = experts.shape[1], 1 if len(inputs) == len(experts) else experts.shape[1]
+    selected = [each * tensor[0].nbytes for tensor in tensors]
+    if kind is Nf4Weight:
+        return [*selected, each * rows * inputs.element_size(), rows * inputs.element_size()]
+    return [*selected, *kind.input_bytes(given, inputs), 2 * given * each * rows]
+
+
+def _tile_bytes(inputs: Tensor, tensors: Sequence[Tensor], kind: Any, rows: int) -> list[int]:
+    """Return the sizes of the tensors made for the largest tile of an expert's tokens."""
+    columns, size = inputs.shape[1], inputs.element_size()
+    made = [_TILE_ROWS * columns * size, _TILE_ROWS * rows * size]
+    if hasattr(kind, "input_bytes"):
+        return [*made, *kind.input_bytes(_TILE_ROWS, inputs)]
+    return [*made, rows * columns * size]
+
+
+def _backward_bytes(gradient: Tensor, columns: int) -> list[int]:
+    """Return the sizes of the tensors made for the largest tile of an expert's gradients."""
+    rows, size = gradient.shape[1], gradient.element_size()
+    return [rows * columns * size, _TILE_ROWS * rows * size, _TILE_ROWS * columns * size]
+
+
+def _routing_bytes(experts: Tensor) -> list[int]:
+    """Return the sizes of the sorted routing and of the buffers of its sort."""
+    num_bytes = 8 * experts.numel()
+    return [num_bytes, num_bytes, num_bytes, 2 * num_bytes]
+
+
+def _buffers(
+    inputs: Tensor, experts: Tensor, tensors: Sequence[Tensor], name: str, rows: int
+) -> Iterator[list[int]]:
+    """Yield the sizes of the buffers of `experts_linear` that exist together on a GPU."""
+    # Whether tokens are computed one by one or sorted depends on their number, but rules of a
+    # profile can't: the buffers of both ways are counted.
+    kind = _CLASSES[name]
+    yield _routing_bytes(experts)
+    if kind is not Int8Rows:
+        yield _slot_bytes(inputs, experts, tensors, kind, rows)
+    yield [*_routing_bytes(experts)[:2], *_tile_bytes(inputs, tensors, kind, rows)]
+
+
+def _backward_buffers(
+    gradient: Tensor, experts: Tensor, tensors: Sequence[Tensor], name: str, columns: int
+) -> Iterator[list[int]]:
+    """Yield the sizes of the buffers of `experts_backward` that exist together on a GPU."""
+    yield _routing_bytes(experts)
+    yield [*_routing_bytes(experts)[:2], *_backward_bytes(gradient, columns)]
+
+
+def _empty(inputs: Tensor, experts: Tensor, tensors: Any, name: str, width: int) -> Tensor:
+    """Return a result without values, for the meta device."""
+    return inputs.new_empty(experts.numel(), width)
+
+
+_library = torch.library.Library("duoka", "DEF")
+for _name, _compute, _sizes in (
+    ("experts_linear", _experts_linear, _buffers),
+    ("experts_backward", _experts_backward, _backward_buffers),
+):
+    _library.define(f"{_name}(Tensor x, Tensor experts, Tensor[] t, str kind, int width) -> Tensor")
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _compute, _key)
+    _library.impl(_name, _empty, "Meta")
+    add_operator(getattr(torch.ops.duoka, _name).default, _sizes)
+
+
+class _Product(torch.autograd.Function):
+    """`linear` with a gradient for its inputs only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, experts: Tensor, tensors: Any, name: str, rows: int
+    ) -> Tensor:
+        ctx.save_for_backward(experts)
+        ctx.tensors, ctx.name = tensors, name
+        ctx.shape = inputs.shape
+        outputs: Tensor = torch.ops.duoka.experts_linear(inputs, experts, tensors, name, rows)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        (experts,), (count, columns) = ctx.saved_tensors, ctx.shape
+        inputs: Tensor = torch.ops.duoka.experts_backward(
+            *(gradients[0], experts, ctx.tensors, ctx.name, columns)
+        )
+        if count == len(experts):  # the experts of a token share its input
+            inputs = inputs.view(count, -1, columns).sum(dim=1)
+        return inputs, None, None, None, None

@@ -1,0 +1,324 @@
+"""Stacked experts: the weights of a layer's experts as one quantized parameter.
+
+transformers keeps the experts of a layer in one parameter [experts, rows, columns]. Here it is an
+`ExpertStack`, which holds the tensors of all experts' quantized weights, stacked. The class of one
+expert's weight depends on the device and the scheme:
+
+========  =========================================  =================================
+scheme    on a GPU                                   on the CPU
+========  =========================================  =================================
+int4      `Int4Tiles`, for tensor cores              `Int4Rows`
+int8      `Int8Tiles`; in training `Int8Rows`        `Int8Rows`
+nf4       `Nf4Weight`                                `Nf4Weight`
+========  =========================================  =================================
+
+`Int8Tiles` splits numbers of 8 bits into two of 4 bits, because PyTorch's kernel for tensor cores
+reads only those: with q = 16 high + low, a product is one of twice the columns,
+``[x, x] [16 s high, s low]ᵀ``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from duoka.virtual import multiply_int4
+
+from .composed import Composed
+from .weights import BLOCK, GROUPS, TILES, Nf4Weight, Scheme, group_of
+
+Layout: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""The shape and dtype of each tensor of a weight, by name."""
+
+_ATEN = torch.ops.aten
+_TILE_COLUMNS = 16 * TILES  # the kernel for tensor cores requires a multiple of these columns
+_LARGEST_GROUP = 256
+_MIDDLE = 8  # the kernel computes (number - 8) * scale + zero, with numbers from 0 to 15
+ROWS = 16
+"""Weights of stacks have a multiple of this number of rows: the kernels for int4 require it."""
+
+
+class _Tiles(Composed):
+    """A weight in the layout of PyTorch's kernel for tensor cores, which computes in bfloat16.
+
+    It holds `packed`, int32 [rows / 8, columns / 128, 32, 4], and `scale_and_zero`, bfloat16
+    [groups, rows, 2]. Columns are padded to a multiple of 128.
+    """
+
+    copies: ClassVar[int] = 1
+    """How often the packed weight has each column."""
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Composed:
+        """Quantize a weight [rows, columns]."""
+        padded = F.pad(weight.to(torch.bfloat16), (0, -weight.shape[1] % _TILE_COLUMNS))
+        group = cls._group(padded.shape[1], weight.shape[1])
+        numbers, scale_and_zero = cls._numbers(padded, group)
+        packed = _ATEN._convert_weight_to_int4pack(numbers, TILES)
+        tensors = {"packed": packed, "scale_and_zero": scale_and_zero}
+        return cls(tensors, weight.shape, weight.dtype)
+
+    @classmethod
+    def layout(cls, rows: int, columns: int, _dtype: torch.dtype) -> Layout:
+        """Return the shape and dtype of each tensor of a weight [rows, columns]."""
+        padded = columns + -columns % _TILE_COLUMNS
+        groups = cls.copies * padded // cls._group(padded, columns)
+        packed = rows // 8, cls.copies * padded // _TILE_COLUMNS, 32, TILES // 2
+        return {
+            "packed": (packed, torch.int32),
+            "scale_and_zero": ((groups, rows, 2), torch.bfloat16),
+        }
+
+    @classmethod
+    def _group(cls, padded: int, columns: int) -> int:
+        """Return the number of columns that share a scale."""
+        raise NotImplementedError
+
+    @classmethod
+    def _numbers(cls, weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+        """Return the numbers, two in a byte, and scales and zeros [groups, rows, 2]."""
+        raise NotImplementedError
+
+    @classmethod
+    def multiply(cls, inputs: Tensor, packed: Tensor, scale_and_zero: Tensor) -> Tensor:
+        """Multiply [tokens, columns] by the tensors of a weight, to bfloat16 [tokens, rows]."""
+        columns = packed.shape[1] * _TILE_COLUMNS
+        missing = columns // cls.copies - inputs.shape[1]
+        inputs = inputs.to(torch.bfloat16)
+        inputs = F.pad(inputs, (0, missing)) if missing else inputs
+        if cls.copies > 1:
+            inputs = torch.cat([inputs] * cls.copies, dim=1)
+        group = columns // len(scale_and_zero)
+        # A CPU tensor here is the data behind a virtual GPU's.
+        kernel = multiply_int4 if inputs.device.type == "cpu" else _ATEN._weight_int4pack_mm
+        product: Tensor = kernel(inputs.contiguous(), packed, group, scale_and_zero)
+        return product
+
+    @classmethod
+    def input_bytes(cls, tokens: int, inputs: Tensor) -> list[int]:
+        """Return the sizes of the copies of inputs [tokens, columns] that `multiply` makes."""
+        columns = inputs.shape[1]
+        padded = 2 * tokens * (columns + -columns % _TILE_COLUMNS)
+        casts = [] if inputs.dtype == torch.bfloat16 else [2 * tokens * columns]
+        pads = [padded] if columns % _TILE_COLUMNS else []
+        return [*casts, *pads, *([] if cls.copies == 1 else [cls.copies * padded])]
+
+    @classmethod
+    def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute `F.linear` of [tokens, columns], without bias."""
+        inputs, weight = args
+        return cls.multiply(inputs, weight.packed, weight.scale_and_zero).to(inputs.dtype)
+
+
+class Int4Tiles(_Tiles):
+    """A weight in int4 with a scale and a zero for each group of a row."""
+
+    @classmethod
+    def _group(cls, padded: int, columns: int) -> int:
+        return group_of(columns)
+
+    @classmethod
+    def _numbers(cls, weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+        from torchao.quantization.utils import groupwise_affine_quantize_tensor
+
+        numbers, scale_and_zero = groupwise_affine_quantize_tensor(weight, 4, group)
+        return numbers, scale_and_zero
+
+
+class Int8Tiles(_Tiles):
+    """A weight in int8 with a scale for each row, split into high and low halves of 4 bits."""
+
+    copies = 2
+
+    @classmethod
+    def _group(cls, padded: int, columns: int) -> int:
+        return _LARGEST_GROUP if padded % _LARGEST_GROUP == 0 else _TILE_COLUMNS
+
+    @classmethod
+    def _numbers(cls, weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+        numbers, scale = _round_to_int8(weight)
+        high, low = (numbers >> 4) + _MIDDLE, numbers & 0xF
+        halves = torch.cat([high, low], dim=1).to(torch.uint8)
+        groups = weight.shape[1] // group
+        # The high half is (number - 8) * 16 s, the low half number * s = (number - 8) * s + 8 s.
+        scales = torch.stack([16 * scale, scale]).repeat_interleave(groups, 0)
+        zeros = torch.stack([torch.zeros_like(scale), _MIDDLE * scale]).repeat_interleave(groups, 0)
+        return halves[:, ::2] << 4 | halves[:, 1::2], torch.stack([scales, zeros], dim=-1)
+
+
+class Int8Rows(Composed):
+    """A weight in int8 with a scale for each row: `numbers` [rows, columns], `scale` [rows]."""
+
+    @staticmethod
+    def layout(rows: int, columns: int, _dtype: torch.dtype) -> Layout:
+        """Return the shape and dtype of each tensor of a weight [rows, columns]."""
+        return {
+            "numbers": ((rows, columns), torch.int8),
+            "scale": ((rows,), torch.bfloat16),
+        }
+
+    @staticmethod
+    def of(weight: Tensor) -> Composed:
+        """Quantize a weight [rows, columns]."""
+        numbers, scale = _round_to_int8(weight)
+        return Int8Rows({"numbers": numbers, "scale": scale}, weight.shape, weight.dtype)
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """Return the dequantized weight [rows, columns]."""
+        return self.numbers.to(dtype).mul_(self.scale[:, None])
+
+    @classmethod
+    def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute `F.linear` of [tokens, columns], without bias."""
+        inputs, weight = args
+        if inputs.device.type == "cpu" and inputs.dtype == torch.bfloat16:
+            return _ATEN._weight_int8pack_mm(inputs, weight.numbers, weight.scale)
+        return inputs @ weight.unpacked(inputs.dtype).t()
+
+
+class Int4Rows(Composed):
+    """A weight in int4 in the layout of PyTorch's CPU kernel.
+
+    It holds `packed`, uint8 [rows, columns / 2], and `scale_and_zero` [groups, rows, 2].
+    """
+
+    @staticmethod
+    def layout(rows: int, columns: int, dtype: torch.dtype) -> Layout:
+        """Return the shape and dtype of each tensor of a weight [rows, columns]."""
+        return {
+            "packed": ((rows, columns // 2), torch.uint8),
+            "scale_and_zero": ((columns // group_of(columns), rows, 2), dtype),
+        }
+
+    @staticmethod
+    def of(weight: Tensor) -> Composed:
+        """Quantize a weight [rows, columns]."""
+        from torchao.prototype.quantization.int4 import Int4OpaqueTensor
+
+        opaque: Any = Int4OpaqueTensor.from_hp(weight, [1, group_of(weight.shape[1])])
+        tensors = {"packed": opaque.qdata, "scale_and_zero": opaque.scale_and_zero}
+        return Int4Rows(tensors, weight.shape, weight.dtype)
+
+    @classmethod
+    def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute `F.linear` of [tokens, columns], without bias."""
+        inputs, weight = args
+        group, scales = group_of(weight.shape[1]), weight.scale_and_zero
+        kernel = _ATEN._weight_int4pack_mm_for_cpu
+        return kernel(inputs.to(scales.dtype), weight.packed, group, scales).to(inputs.dtype)
+
+
+_ON_CPU: dict[Any, Any] = {Int4Tiles: Int4Rows, Int8Tiles: Int8Rows}
+"""The classes that have another layout on the CPU, with that layout."""
+
+
+def _round_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int8 numbers [rows, columns] and a scale for each row, in bfloat16."""
+    # The scale is rounded before it is used, so that its rounding adds no error.
+    scale = (weight.abs().amax(1).float() / 127).clamp(min=1e-12).to(torch.bfloat16)
+    numbers = (weight / scale[:, None]).round_().clamp_(-127, 127)
+    return numbers.to(torch.int8), scale
+
+
+def weight_class(scheme: Scheme, device: torch.device, *, trains: bool = False) -> type[Any]:
+    """Return the class of one expert's weight on a device; the meta device counts as a GPU."""
+    kind: type[Any] = {"int4": Int4Tiles, "int8": Int8Tiles, "nf4": Nf4Weight}[scheme]
+    if scheme == "int8" and trains:
+        return Int8Rows
+    return _ON_CPU.get(kind, kind) if device.type == "cpu" else kind
+
+
+def refused_shape(scheme: Scheme, rows: int, columns: int) -> str | None:
+    """Return the reason if a stack of weights [rows, columns] can't be quantized."""
+    multiple = {"int4": GROUPS[-1], "int8": 1, "nf4": BLOCK}[scheme]
+    if rows % ROWS == 0 and columns % multiple == 0:
+        return None
+    return f"experts of a shape unsupported by {scheme} (rows in {ROWS}s, columns in {multiple}s)"
+
+
+def quantize_stack(
+    stack: Tensor, scheme: Scheme, *, trains: bool = False, is_transposed: bool = False
+) -> ExpertStack:
+    """Quantize a stack [experts, rows, columns] on its device, expert by expert."""
+    kind = weight_class(scheme, stack.device, trains=trains)
+    result = ExpertStack.empty(stack, stack.device, kind, is_transposed=is_transposed)
+    if not stack.is_meta:
+        for number, expert in enumerate(stack.mT if is_transposed else stack):
+            for name, part in kind.of(expert.contiguous()).tensors.items():
+                result.tensors[name][number] = part
+    return result
+
+
+class ExpertStack(Composed):
+    """The quantized weights of a layer's experts, [experts, rows, columns].
+
+    A layer that stores transposed weights sees [experts, columns, rows]. The first dimension of
+    each tensor are the experts; `weight_class` is the class of one expert's weight.
+    """
+
+    weight_class: type[Any]
+    is_transposed: bool
+
+    @classmethod
+    def empty(
+        cls, like: Tensor, device: torch.device, weight_class: type[Any], *, is_transposed: bool
+    ) -> Self:
+        """Allocate a stack of the shape and dtype of a tensor."""
+        rows, columns = like.shape[:0:-1] if is_transposed else like.shape[1:]
+        layout: Layout = weight_class.layout(rows, columns, like.dtype)
+        tensors = {
+            name: torch.empty((len(like), *shape), dtype=dtype, device=device)
+            for name, (shape, dtype) in layout.items()
+        }
+        return cls._make(tensors, like.shape, like.dtype, weight_class, is_transposed)
+
+    @classmethod
+    def _make(
+        cls,
+        tensors: Mapping[str, Tensor],
+        shape: torch.Size,
+        dtype: torch.dtype,
+        weight_class: type[Any],
+        is_transposed: bool,
+    ) -> Self:
+        """Make a stack of its tensors."""
+        stack: Self = cls(tensors, shape, dtype)  # type: ignore[assignment]
+        stack.weight_class, stack.is_transposed = weight_class, is_transposed
+        return stack
+
+    def empty_on(self, device: torch.device) -> Self:
+        """Allocate a stack of this shape on a device, in the layout of the device."""
+        kind = self.weight_class
+        if device.type == "cpu":
+            kind = _ON_CPU.get(kind, kind)
+        return self.empty(self, device, kind, is_transposed=self.is_transposed)
+
+    def expert(self, number: int) -> Composed:
+        """Return the weight [rows, columns] of one expert; a view."""
+        tensors = {name: tensor[number] for name, tensor in self.tensors.items()}
+        weight: Composed = self.weight_class(tensors, torch.Size(self.sizes), self.dtype)
+        return weight
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Rows and columns of one expert's weight."""
+        first, last = self.shape[1:]
+        return (last, first) if self.is_transposed else (first, last)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Return a stack with a function applied to each of its tensors."""
+        tensors = {name: change(tensor) for name, tensor in self.tensors.items()}
+        return self._make(tensors, self.shape, self.dtype, self.weight_class, self.is_transposed)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return list(self.tensors), (self.dtype, self.weight_class, self.is_transposed)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any
+    ) -> Self:
+        return cls._make(inner, size, *context)
