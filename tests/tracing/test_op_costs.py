@@ -9,7 +9,7 @@ from torch.utils.flop_counter import flop_registry
 
 from duoka import virtual
 from duoka.runtime.dispatch.arguments import tensors_in
-from duoka.tracing.op_costs import count_bytes, count_flops, launches
+from duoka.tracing.op_costs import count_bytes, count_flops, count_launches
 
 aten = torch.ops.aten
 FLASH = aten._scaled_dot_product_flash_attention.default
@@ -79,8 +79,8 @@ class Heard:
 
     def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
-        if launches(func, inputs, outputs):
-            self.bytes.append(count_bytes(func, inputs, outputs, is_alone=self.alone))
+        if count_launches(func, inputs, outputs):
+            self.bytes.append(count_bytes(func, inputs, outputs, is_few=self.alone))
 
 
 def heard(call: Callable[[], object], *, alone: bool = False) -> list[int]:

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from duoka.errors import ModelError
 from duoka.forecast.profile import ENDLESS, Phase, Profile, Regime
-from duoka.forecast.serving import FIRST, Capacity, StepSize, serving_monomials
+from duoka.forecast.serving import FIRST, Capacity, StepSize, padded, serving_monomials
 from duoka.forecast.workload import BLOCK_TABLE_PAGE_TOKENS, PAGE_TOKENS
 from duoka.models.quantization import has_interface
 from duoka.runtime.call.paged_model import PagedModel, reads_pages
@@ -76,8 +76,12 @@ def _ranges(few: int) -> list[tuple[Sequence[tuple[int, int, int]], tuple[int, i
     """
     if not 1 < few < ENDLESS:
         return [(_ONE, (1, 2)), (_SEVERAL, (2, ENDLESS))]
-    smaller = [(min(t, few), min(r, t, few), l) for t, r, l in _FEW]
-    larger = [(tokens + few - 1, rows, logits) for tokens, rows, logits in _SEVERAL]
+    sizes = [size for size in range(2, few + 1) if padded(size) == size]
+    smaller = []
+    for tokens, rows, logits in _FEW:
+        size = max(number for number in sizes if number <= max(2, tokens * few // 16))
+        smaller.append((size, min(rows, size), logits))
+    larger = [(padded(tokens + few - 1), rows, logits) for tokens, rows, logits in _SEVERAL]
     return [(_ONE, (1, 2)), (smaller, (2, few + 1)), (larger, (few + 1, ENDLESS))]
 
 

@@ -15,18 +15,16 @@ Nothing happens on import: the backend is registered with torch on the first `se
 
 from .apart import apart
 from .backend import gpus, register, set_gpus, unnamed_gpus
+from .cuda_only import multiply_int4
 from .faults import MixedDevicesError
 from .known_values import REAL_BYTES, UnknownValueError, unknown_numbers_as, with_values
 from .naming import device_type, is_virtual, spoken, virtual_device
-from .cuda_only import multiply_int4
 from .operators import add_operator, is_product
 from .tensor import VirtualTensor
 from .world import Listener, VirtualGpu, World, active_world, observe, settled_by
 
 __all__ = [
     "REAL_BYTES",
-    "add_operator",
-    "multiply_int4",
     "Listener",
     "MixedDevicesError",
     "UnknownValueError",
@@ -34,11 +32,13 @@ __all__ = [
     "VirtualTensor",
     "World",
     "active_world",
+    "add_operator",
     "apart",
     "device_type",
     "gpus",
     "is_product",
     "is_virtual",
+    "multiply_int4",
     "observe",
     "register",
     "set_gpus",

@@ -18,9 +18,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
+from .composed import empty_on, is_composed, num_bytes
 from .experts import IMPLEMENTATION, has_interface
 from .stacked import quantize_stack, refused_shape
-from .composed import empty_on, is_composed, num_bytes
 from .weights import BLOCK, GROUPS, ROWS, Scheme, computes_in, let_compute_in, quantize, require
 
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
@@ -40,12 +40,13 @@ def quantize_model(model: PreTrainedModel, scheme: Scheme, *, trains: bool = Fal
         parameter = module.get_parameter(key)
         if _reason(model, scheme, name, excluded) is not None:
             continue
-        if _is_stack(module, parameter):
+        owner: Any = module
+        if _is_stack(owner, parameter):
             stack = quantize_stack(
-                parameter.detach(), scheme, trains=trains, is_transposed=module.is_transposed
+                parameter.detach(), scheme, trains=trains, is_transposed=owner.is_transposed
             )
             module.register_parameter(key, nn.Parameter(stack, requires_grad=False))
-            module.config._experts_implementation = IMPLEMENTATION
+            owner.config._experts_implementation = IMPLEMENTATION
             continue
         shape = parameter.shape, parameter.dtype
         if parameter.is_meta and shape in templates:

@@ -48,8 +48,8 @@ def forward(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tens
     index, weights : Tensor
         [tokens, experts per token]: the experts of each token, and their weights.
     """
-    tokens, each = index.shape
-    module.experts_per_token = each
+    tokens, top_k = index.shape
+    module.experts_per_token = top_k
     first = "gate_up_proj" if module.has_gate else "up_proj"
     states = _project(module, first, hidden, index)
     states = module._apply_gate(states) if module.has_gate else module.act_fn(states)
@@ -57,7 +57,7 @@ def forward(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tens
     if module.has_post_expert_norm:
         states = module.post_expert_norm(states)
     weighted = states * weights.reshape(-1, 1)
-    return weighted.view(tokens, each, -1).sum(dim=1).to(hidden.dtype)
+    return weighted.view(tokens, top_k, -1).sum(dim=1).to(hidden.dtype)
 
 
 def _project(module: Any, name: str, inputs: Tensor, index: Tensor) -> Tensor:
@@ -92,15 +92,15 @@ def linear(inputs: Tensor, stack: ExpertStack, experts: Tensor) -> Tensor:
     Parameters
     ----------
     inputs : Tensor
-        [tokens, columns], or [tokens x each, columns] with an own input for each expert.
+        [tokens, columns], or [tokens x top_k, columns] with an own input for each expert.
     stack : ExpertStack
     experts : Tensor
-        [tokens, each].
+        [tokens, top_k].
 
     Returns
     -------
     Tensor
-        [tokens x each, rows].
+        [tokens x top_k, rows].
     """
     device_type = inputs.device.type
     if torch.is_autocast_enabled(device_type):
@@ -123,28 +123,28 @@ def linear(inputs: Tensor, stack: ExpertStack, experts: Tensor) -> Tensor:
 def _multiply_slots(
     inputs: Tensor, experts: Tensor, tensors: Sequence[Tensor], kind: Any, rows: int
 ) -> Tensor:
-    """Multiply one token by the weights of its experts: [1 or each, columns] to [each, rows]."""
-    each = len(experts)
+    """Multiply one token by the weights of its experts: [1 or top_k, columns] to [top_k, rows]."""
+    top_k = len(experts)
     if kind is Nf4Weight:
         selected = [tensor.index_select(0, experts) for tensor in tensors]
         size = torch.Size((rows, inputs.shape[1]))
-        outputs = inputs.new_empty(each, rows)
-        for number in range(each):
+        outputs = inputs.new_empty(top_k, rows)
+        for number in range(top_k):
             weight = _weight_of(kind, [part[number] for part in selected], size, inputs.dtype)
             outputs[number] = F.linear(inputs[number % len(inputs)][None], weight)[0]
         return outputs
     packed, scales = tensors
     packed = packed.index_select(0, experts).flatten(0, 1)
     scales = scales.movedim(0, 1).index_select(1, experts).flatten(1, 2)
-    products: Tensor = kind.multiply(inputs, packed, scales)
+    products: Tensor = kind.multiply_packed(inputs, packed, scales)
     if len(inputs) == 1:
-        return products.view(each, rows)
-    return products.view(each, each, rows).diagonal().t()
+        return products.view(top_k, rows)
+    return products.view(top_k, top_k, rows).diagonal().t()
 
 
 def _weight_of(kind: Any, tensors: Sequence[Tensor], size: torch.Size, dtype: torch.dtype) -> Any:
-    """Return a weight [rows, columns] of its tensors, in the order of the class's layout."""
-    return kind(dict(zip(kind.layout(*size, dtype), tensors, strict=True)), size, dtype)
+    """Return a weight [rows, columns] of its tensors, which are in the order of `tensor_shapes`."""
+    return kind(dict(zip(kind.tensor_shapes(*size, dtype), tensors, strict=True)), size, dtype)
 
 
 def _experts_linear(
@@ -152,22 +152,22 @@ def _experts_linear(
 ) -> Tensor:
     """Compute `linear` for several tokens, or on the CPU."""
     kind = _CLASSES[name]
-    each, is_gpu = experts.shape[1], inputs.device.type != "cpu"
+    top_k, is_gpu = experts.shape[1], inputs.device.type != "cpu"
     outputs = inputs.new_empty(experts.numel(), rows)
     shared = len(inputs) == len(experts)
     if is_gpu and kind is not Int8Rows and experts.numel() <= len(tensors[0]):
         for token, chosen in enumerate(experts):
-            first, stop = token * each, (token + 1) * each
-            given = inputs[token : token + 1] if shared else inputs[first:stop]
-            outputs[first:stop] = _multiply_slots(given, chosen, tensors, kind, rows)
+            first, stop = token * top_k, (token + 1) * top_k
+            states = inputs[token : token + 1] if shared else inputs[first:stop]
+            outputs[first:stop] = _multiply_slots(states, chosen, tensors, kind, rows)
         return outputs
     if is_gpu:
         _reserve(inputs.device, _tile_bytes(inputs, tensors, kind, rows))
     size = torch.Size((rows, inputs.shape[1]))
     for number, pairs in _tiles(experts, len(tensors[0]), _TILE_ROWS if is_gpu else None):
         weight = _weight_of(kind, [tensor[number] for tensor in tensors], size, inputs.dtype)
-        given = inputs.index_select(0, pairs // each if shared else pairs)
-        outputs.index_copy_(0, pairs, F.linear(given, weight))
+        states = inputs.index_select(0, pairs // top_k if shared else pairs)
+        outputs.index_copy_(0, pairs, F.linear(states, weight))
     return outputs
 
 
@@ -209,20 +209,21 @@ def _slot_bytes(
     inputs: Tensor, experts: Tensor, tensors: Sequence[Tensor], kind: Any, rows: int
 ) -> list[int]:
     """Return the sizes of the tensors made for one token by `_multiply_slots`."""
-    each, given = experts.shape[1], 1 if len(inputs) == len(experts) else experts.shape[1]
-    selected = [each * tensor[0].nbytes for tensor in tensors]
+    top_k = experts.shape[1]
+    num_inputs = 1 if len(inputs) == len(experts) else top_k
+    selected = [top_k * tensor[0].nbytes for tensor in tensors]
     if kind is Nf4Weight:
-        return [*selected, each * rows * inputs.element_size(), rows * inputs.element_size()]
-    return [*selected, *kind.input_bytes(given, inputs), 2 * given * each * rows]
+        return [*selected, top_k * rows * inputs.element_size(), rows * inputs.element_size()]
+    return [*selected, *kind.input_bytes(num_inputs, inputs), 2 * num_inputs * top_k * rows]
 
 
 def _tile_bytes(inputs: Tensor, tensors: Sequence[Tensor], kind: Any, rows: int) -> list[int]:
     """Return the sizes of the tensors made for the largest tile of an expert's tokens."""
     columns, size = inputs.shape[1], inputs.element_size()
-    made = [_TILE_ROWS * columns * size, _TILE_ROWS * rows * size]
+    states = [_TILE_ROWS * columns * size, _TILE_ROWS * rows * size]
     if hasattr(kind, "input_bytes"):
-        return [*made, *kind.input_bytes(_TILE_ROWS, inputs)]
-    return [*made, rows * columns * size]
+        return [*states, *kind.input_bytes(_TILE_ROWS, inputs)]
+    return [*states, rows * columns * size]
 
 
 def _backward_bytes(gradient: Tensor, columns: int) -> list[int]:

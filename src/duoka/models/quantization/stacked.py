@@ -63,7 +63,7 @@ class _Tiles(Composed):
         return cls(tensors, weight.shape, weight.dtype)
 
     @classmethod
-    def layout(cls, rows: int, columns: int, _dtype: torch.dtype) -> Layout:
+    def tensor_shapes(cls, rows: int, columns: int, _dtype: torch.dtype) -> Layout:
         """Return the shape and dtype of each tensor of a weight [rows, columns]."""
         padded = columns + -columns % _TILE_COLUMNS
         groups = cls.copies * padded // cls._group(padded, columns)
@@ -84,7 +84,7 @@ class _Tiles(Composed):
         raise NotImplementedError
 
     @classmethod
-    def multiply(cls, inputs: Tensor, packed: Tensor, scale_and_zero: Tensor) -> Tensor:
+    def multiply_packed(cls, inputs: Tensor, packed: Tensor, scale_and_zero: Tensor) -> Tensor:
         """Multiply [tokens, columns] by the tensors of a weight, to bfloat16 [tokens, rows]."""
         columns = packed.shape[1] * _TILE_COLUMNS
         missing = columns // cls.copies - inputs.shape[1]
@@ -100,7 +100,7 @@ class _Tiles(Composed):
 
     @classmethod
     def input_bytes(cls, tokens: int, inputs: Tensor) -> list[int]:
-        """Return the sizes of the copies of inputs [tokens, columns] that `multiply` makes."""
+        """Return the sizes of the copies of inputs [tokens, columns] that `multiply_packed` makes."""
         columns = inputs.shape[1]
         padded = 2 * tokens * (columns + -columns % _TILE_COLUMNS)
         casts = [] if inputs.dtype == torch.bfloat16 else [2 * tokens * columns]
@@ -111,7 +111,7 @@ class _Tiles(Composed):
     def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute `F.linear` of [tokens, columns], without bias."""
         inputs, weight = args
-        return cls.multiply(inputs, weight.packed, weight.scale_and_zero).to(inputs.dtype)
+        return cls.multiply_packed(inputs, weight.packed, weight.scale_and_zero).to(inputs.dtype)
 
 
 class Int4Tiles(_Tiles):
@@ -154,7 +154,7 @@ class Int8Rows(Composed):
     """A weight in int8 with a scale for each row: `numbers` [rows, columns], `scale` [rows]."""
 
     @staticmethod
-    def layout(rows: int, columns: int, _dtype: torch.dtype) -> Layout:
+    def tensor_shapes(rows: int, columns: int, _dtype: torch.dtype) -> Layout:
         """Return the shape and dtype of each tensor of a weight [rows, columns]."""
         return {
             "numbers": ((rows, columns), torch.int8),
@@ -187,7 +187,7 @@ class Int4Rows(Composed):
     """
 
     @staticmethod
-    def layout(rows: int, columns: int, dtype: torch.dtype) -> Layout:
+    def tensor_shapes(rows: int, columns: int, dtype: torch.dtype) -> Layout:
         """Return the shape and dtype of each tensor of a weight [rows, columns]."""
         return {
             "packed": ((rows, columns // 2), torch.uint8),
@@ -269,7 +269,7 @@ class ExpertStack(Composed):
     ) -> Self:
         """Allocate a stack of the shape and dtype of a tensor."""
         rows, columns = like.shape[:0:-1] if is_transposed else like.shape[1:]
-        layout: Layout = weight_class.layout(rows, columns, like.dtype)
+        layout: Layout = weight_class.tensor_shapes(rows, columns, like.dtype)
         tensors = {
             name: torch.empty((len(like), *shape), dtype=dtype, device=device)
             for name, (shape, dtype) in layout.items()
@@ -286,7 +286,7 @@ class ExpertStack(Composed):
         is_transposed: bool,
     ) -> Self:
         """Make a stack of its tensors."""
-        stack: Self = cls(tensors, shape, dtype)  # type: ignore[assignment]
+        stack: Self = cls(tensors, shape, dtype)
         stack.weight_class, stack.is_transposed = weight_class, is_transposed
         return stack
 

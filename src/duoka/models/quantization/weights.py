@@ -146,7 +146,7 @@ class Nf4Weight(Composed):
     """
 
     @staticmethod
-    def layout(
+    def tensor_shapes(
         rows: int, columns: int, _dtype: torch.dtype
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return the shape and dtype of each tensor of a weight [rows, columns]."""

@@ -1,0 +1,65 @@
+"""Quantized experts over CUDA: what is forecast, and how many kernels a step launches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import tuning
+from cuda_rig.values import values
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import duoka
+from duoka.engine import Engine, SamplingParams
+
+EXPERTS, EACH = 16, 4
+CONFIG = {
+    "model_type": "qwen3_moe", "hidden_size": 256, "num_hidden_layers": 3, "vocab_size": 512,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_experts": EXPERTS,
+    "num_experts_per_tok": EACH, "moe_intermediate_size": 192, "intermediate_size": 512,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+WORK = duoka.Workload(
+    cache="paged", batch=9, prompt_tokens=100, new_tokens=28, dtype="bfloat16",
+    prefill_chunk_tokens=64, pages=12, page_tokens=256,
+)  # fmt: skip
+PROMPTS = [[*range(length)] for length in (1, 5, 17, 60, 100, 3, 8)]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**CONFIG)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    tuning.make_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def _engine_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are computed in a thread of the engine's own."""
+    work = Engine._work
+
+    def compute(self: Engine, *arguments: Any) -> None:
+        with values():
+            work(self, *arguments)
+
+    monkeypatch.setattr(Engine, "_work", compute)
+
+
+@pytest.mark.cuda_rig(gpus="1GiB")
+@pytest.mark.parametrize("scheme", ["int8", "int4", "nf4"])
+def test_serving_takes_what_is_forecast(model: Path, scheme: Any) -> None:
+    plan = duoka.plan(model, "1GiB", replace(WORK, quantize=scheme))
+    assert plan.workload.cuda_graphs == EXPERTS // EACH
+    with Engine(plan) as engine:
+        params = SamplingParams(max_new_tokens=6)
+        assert len(engine.generate(PROMPTS, params)) == len(PROMPTS)
+        assert engine.fallbacks() == []
+    (stage,) = plan.forecast.devices
+    assert torch.cuda.max_memory_reserved(0) == stage.reserved_bytes
+    allocated = torch.cuda.max_memory_allocated(0)
+    assert 0.97 * stage.allocated_bytes <= allocated <= stage.allocated_bytes
