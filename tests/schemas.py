@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Union
 
 import duoka
+from duoka.base.serialization import is_optional
 from duoka.planner import plan
 from duoka.report import check_report
 from duoka.report.check_report import VERSION, CheckReport
@@ -112,7 +113,7 @@ def _dataclass_schema(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
         definitions[cls.__name__] = {
             "type": "object",
             "properties": {name: _schema(hints[name], definitions) for name in names},
-            "required": names,
+            "required": [field.name for field in fields(cls) if not is_optional(field)],
             "additionalProperties": False,
         }
     return {"$ref": f"#/$defs/{cls.__name__}"}

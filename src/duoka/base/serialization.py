@@ -1,9 +1,10 @@
 """JSON form of frozen dataclasses: typed, strict, with the path of an invalid field.
 
 What a stage passes to the next one (a profile, a plan) is a tree of frozen dataclasses. The JSON
-form has one key per field and nothing else. A field that is unknown, missing or of another type is
-an error with the field's path, as in ``Plan.forecast.devices[1].weight_bytes``, so that a file of
-another version is never partly accepted. Callers read and write the files and check versions.
+form has one key per field and nothing else, except that a field with the metadata `OMIT_DEFAULT` is
+left out while it has its default. A field that is unknown, missing or of another type is an error
+with the field's path, as in ``Plan.forecast.devices[1].weight_bytes``, so that a file of another
+version is never partly accepted. Callers read and write the files and check versions.
 
 Each annotation is compiled once into a function from JSON value to Python value (`_reader`);
 containers call the functions of their items.
@@ -18,7 +19,7 @@ import types
 import typing
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, Union
 
@@ -26,6 +27,8 @@ from duoka.errors import DuokaError, FormatError
 
 T = TypeVar("T")
 _Reader = Callable[[object], object]
+OMIT_DEFAULT = "omit_default"
+"""Metadata key of fields added later: files written before stay valid and unchanged."""
 _HINT = "the file is damaged, or was written by another version of duoka; create it again"
 
 
@@ -44,7 +47,11 @@ class _Mismatch(Exception):
 def to_dict(value: object) -> Any:
     """Convert a dataclass and all nested values to dicts, lists and scalars for `json.dumps`."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_dict(getattr(value, field.name)) for field in fields(value)}
+        return {
+            field.name: to_dict(getattr(value, field.name))
+            for field in fields(value)
+            if not (is_optional(field) and getattr(value, field.name) == field.default)
+        }
     if isinstance(value, Mapping):
         assert all(isinstance(key, str) for key in value), "JSON keys must be strings"
         return {key: to_dict(item) for key, item in value.items()}
@@ -57,6 +64,11 @@ def to_dict(value: object) -> Any:
         "JSON doesn't allow infinity or NaN"
     )
     return value
+
+
+def is_optional(field: Field[Any]) -> bool:
+    """Return True if the JSON form leaves the field out while it has its default."""
+    return OMIT_DEFAULT in field.metadata
 
 
 def from_dict(cls: type[T], data: object) -> T:
@@ -223,13 +235,14 @@ def _tuple_reader(arguments: tuple[Any, ...]) -> _Reader:
 
 
 def _dataclass_reader(cls: type) -> _Reader:
-    """Return the reader of an object with exactly the fields of a dataclass."""
+    """Return the reader of an object with exactly the fields of a dataclass, bar optional ones."""
     hints = typing.get_type_hints(cls)
     readers = {field.name: _reader(hints[field.name]) for field in fields(cls)}
+    required = [field.name for field in fields(cls) if not is_optional(field)]
 
     def read(data: object) -> object:
         items = _items(data)
-        for name in (*items, *readers):
+        for name in (*items, *required):
             if name not in readers or name not in items:
                 problem = "unknown field" if name in items else "the field is missing"
                 raise _Mismatch(problem, f".{name}")
