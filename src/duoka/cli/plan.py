@@ -48,6 +48,11 @@ class PlanOutput(NamesOption):
         "torch-pipelining, torchtitan or deepspeed.",
         values=TOOLS,
     )
+    gguf: Path | None = option(
+        "FILE",
+        "GGUF file for --export llama.cpp: print its name, and the size of its weights on each "
+        "GPU.",
+    )
     json: bool = flag("Print the plan as JSON.")
 
     def check(self, options: PlanOptions) -> None:
@@ -55,8 +60,10 @@ class PlanOutput(NamesOption):
         if self.convention != "model" and self.save_device_map is None and self.export is None:
             hint = "add --save-device-map FILE or --export TOOL"
             raise UsageError("--names needs --save-device-map or --export", hint=hint)
+        if self.gguf is not None and self.export is None:
+            raise UsageError("--gguf needs --export", hint="add --export llama.cpp")
         if self.export is not None:
-            refuse_tool(self.export, self.convention)
+            refuse_tool(self.export, self.convention, self.gguf)
         check_file(self.save, "the plan")
         check_file(self.save_device_map, "the device map")
         check_file(self.html, "the page")
@@ -99,7 +106,8 @@ class PlanOutput(NamesOption):
         if self.html is not None:
             _save_page(plan, self.html)
         if self.export is not None:
-            typer.echo(str(duoka.export(plan, self.export, names=self.convention)))
+            exported = duoka.export(plan, self.export, names=self.convention, gguf=self.gguf)
+            typer.echo(str(exported))
             return
         explanation = duoka.explain(plan) if self.explain else None
         if self.json and explanation is not None:

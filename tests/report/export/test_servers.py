@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import pytest
+from exported import parsed
 from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,22 +30,6 @@ from duoka.report.export import common
 from duoka.report.export.common import layer_token_bytes
 from duoka.report.export.stages import to_layer_pipeline
 from duoka.report.export.vllm import BLOCK_TOKENS, planned_blocks
-
-
-def parsed(text: str) -> tuple[dict[str, str], list[str], dict[str, str]]:
-    """Environment, words and options of a command line, as a shell reads them."""
-    words = shlex.split(text.replace("\\\n", " "))
-    environment = {}
-    while "=" in words[0]:
-        name, _, value = words.pop(0).partition("=")
-        environment[name] = value
-    start = next(place for place, word in enumerate(words) if word.startswith("--"))
-    command, rest = words[:start], words[start:]
-    if command[0] == "python":
-        command, rest = words[: start + 2], words[start + 2 :]
-    if rest and rest[0] == "--trust-remote-code":
-        command.append(rest.pop(0))
-    return environment, command, dict(zip(rest[::2], rest[1::2], strict=True))
 
 
 def partition(text: str, num_layers: int, num_ranks: int) -> list[tuple[int, int]]:

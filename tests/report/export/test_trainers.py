@@ -17,6 +17,7 @@ import torch
 import tuning
 from accelerate.utils import get_max_memory
 from accelerate.utils.modeling import check_device_map
+from exported import assigned
 from staged import placed, staged
 from torch import nn
 from torch.distributed.pipelining import SplitPoint, pipeline
@@ -56,16 +57,6 @@ class Decoder(nn.Module):
 
 
 IDS = torch.arange(12).reshape(1, 12)
-
-
-def assigned(text: str) -> dict[str, Any]:
-    """What the assignments at the top of a program give."""
-    names: dict[str, Any] = {"SplitPoint": SplitPoint}
-    top = text.split("\n\nimport torch")[0] if "max_memory" in text else text
-    lines = [line for line in top.split("\n") if not line.startswith(("#", "from", "assert"))]
-    kept = "\n".join(lines).partition("\npipe =")[0].partition("\nstages =")[0]
-    exec(kept, names)
-    return names
 
 
 @pytest.fixture(scope="module")

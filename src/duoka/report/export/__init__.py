@@ -5,6 +5,8 @@ express is refused; differences between the plan and the tool's behavior are not
 
 - `export`: the list of tools, and the export of a plan for one of them
 - `text`, `common`, `stages`: shared parts: shell text, GPUs and models, stages of whole layers
+- `host_experts`: the layers whose experts are in host memory
+- `gguf_file`: the weights of a GGUF file on each device
 - `accelerate`, `vllm`, `sglang`, `llamacpp`, `torch_pipelining`, `deepspeed`: the tools
 """
 

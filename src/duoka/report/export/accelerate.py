@@ -2,17 +2,25 @@
 
 Sources: huggingface.co/docs/accelerate, "Big Model Inference" (`device_map`, `max_memory`);
 huggingface.co/docs/transformers, "torchao" and "bitsandbytes" (`quantization_config`).
+
+Experts in host memory are modules on "cpu", which accelerate 1.15.0 copies to the first GPU of the
+map for each call (``accelerate/big_modeling.py``, `dispatch_model`; ``accelerate/hooks.py``,
+`AlignDevicesHook`). The output stays there, so that a layer with shared experts on another GPU
+fails. A module on a GPU moves all its submodules, so that the map can't name a layer and its
+experts: it names the modules beside the experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
+from duoka.base.text import is_within
 from duoka.forecast.profile import Profile
 from duoka.planner.plan import Plan
-from duoka.planner.plan_profile import Convention, map_of
+from duoka.planner.plan_profile import Convention, map_of, needed_profile
 
 from . import common
+from .host_experts import refuse_host_experts
 from .text import Export, export_error
 
 NAME = "accelerate"
@@ -20,7 +28,16 @@ NAME = "accelerate"
 
 def export(plan: Plan, profile: Profile | None, names: Convention = "model") -> Export:
     """Write the plan as a Python program."""
+    if len(plan.devices) > 1 or names == "checkpoint":
+        why = "on several GPUs it computes them on the wrong one"
+        if names == "checkpoint":
+            why = "they are no single modules in the checkpoint's code"
+        refuse_host_experts(plan, NAME, why)
     devices = map_of(plan, names, profile, offloaded_to="cpu")
+    if plan.host_experts:
+        outline = (profile or needed_profile(plan, "to find the modules beside experts")).outline
+        tensors = [tensor.name for block in outline.blocks for tensor in block.tensors]
+        devices = _with_host_experts(devices, plan.host_experts, tensors)
     device_map: dict[int | str, int | str] = {name: _device_key(at) for name, at in devices.items()}
     max_memory: dict[int | str, int | str] = {
         _device_key(device.name): device.budget_bytes
@@ -56,6 +73,27 @@ model = AutoModelForCausalLM.from_pretrained(
 {argument_lines}
 )"""
     return Export(tool=NAME, text=text, notes=tuple(_notes(plan, names)))
+
+
+def _with_host_experts(
+    devices: Mapping[str, str], experts: Iterable[str], tensors: Iterable[str]
+) -> dict[str, str]:
+    """Replace each module around experts by the modules beside the experts, on the same device."""
+    wanted = dict.fromkeys(experts, "cpu")
+    around = {name for name in devices for expert in wanted if is_within(expert, name)}
+    placed: dict[str, str] = {}
+    for module, device in devices.items():
+        if module not in around:
+            placed[module] = device
+            continue
+        for tensor in (tensor for tensor in tensors if is_within(tensor, module)):
+            parts = tensor.split(".")
+            name, length = module, len(module.split(".")) if module else 0
+            while name not in wanted and any(is_within(expert, name) for expert in wanted):
+                length += 1
+                name = ".".join(parts[:length])
+            placed[name] = wanted.get(name, device)
+    return placed
 
 
 def _quantization_code(plan: Plan) -> tuple[list[str], str]:
@@ -116,6 +154,11 @@ def _notes(plan: Plan, names: Convention) -> Iterator[str]:
         yield (
             "NOTE: accelerate copies offloaded modules to a GPU of its own choice, module by "
             "module; memory and time will differ."
+        )
+    if plan.host_experts:
+        yield (
+            "NOTE: accelerate copies all experts of a layer from host memory to the GPU for every "
+            "step, which needs GPU memory for them and takes much longer than the plan's forecast."
         )
     if plan.workload.training is not None:
         yield "NOTE: transformers' Trainer rejects models with a device_map in most modes."

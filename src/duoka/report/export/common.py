@@ -69,11 +69,16 @@ def code_option(plan: Plan) -> list[str]:
     return ["--trust-remote-code"] if is_needed else []
 
 
+def published_class(plan: Plan) -> str:
+    """Return the name of the model's class in published checkpoints."""
+    return "ChatGLMModel" if plan.model.startswith(_CHATGLM) else plan.model
+
+
 def class_notes(plan: Plan, pipeline: LayerPipeline, tool: str) -> tuple[str, ...]:
     """Refuse a split model of a class that the tool runs on one GPU; note an unknown class."""
     text = (Path(__file__).parent / "pipelines.json").read_text(encoding="utf-8")
     classes = json.loads(text)[tool.lower()]
-    name = "ChatGLMModel" if plan.model.startswith(_CHATGLM) else plan.model
+    name = published_class(plan)
     modules = " ".join(name for name, _ in plan.placement.entries)
     is_single = name in classes["single"] or any(
         word in modules for word in classes["single_modules"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from duoka.base.text import choose
 from duoka.errors import InfeasibleError, UsageError
@@ -12,6 +14,8 @@ from duoka.planner.plan import Plan
 from duoka.planner.plan_profile import CONVENTIONS, Convention, cached_profile
 
 from . import accelerate, deepspeed, llamacpp, sglang, torch_pipelining, vllm
+from .gguf_file import check_gguf, read_gguf
+from .host_experts import refuse_host_experts
 from .stages import Pins, pipeline_pins, to_layer_pipeline
 from .text import Export
 
@@ -25,10 +29,16 @@ _EXPORTERS: dict[str, Callable[[Plan, Profile | None], Export]] = {
 }
 TOOLS = (accelerate.NAME, *_EXPORTERS)
 _SERVERS = ("vllm", "sglang", "llama.cpp")
+_GGUF_TOOL = "llama.cpp"
 
 
 def export(
-    plan: Plan, tool: str, profile: Profile | None = None, *, names: Convention = "model"
+    plan: Plan,
+    tool: str,
+    profile: Profile | None = None,
+    *,
+    names: Convention = "model",
+    gguf: str | os.PathLike[str] | None = None,
 ) -> Export:
     """Write a plan in the syntax of another tool.
 
@@ -44,22 +54,34 @@ def export(
     names : {"model", "checkpoint"}
         Names in the device map: those of the classes of duoka and transformers, or those of the
         checkpoint's own code. Only for "accelerate".
+    gguf : path, optional
+        GGUF file of the plan's model, the first part of a split file. The command names the file,
+        and the notes give the bytes of its weights on each GPU and on the host. Only for
+        "llama.cpp"; needs ``duoka[gguf]``.
 
     Raises
     ------
     UsageError
         If the tool is unknown or can't express the plan; the message says what it can't express.
+        Also if the weights of the GGUF file exceed the budget of a GPU.
+    FormatError
+        If the GGUF file can't be read, is damaged or incomplete, or has another model.
 
     Examples
     --------
     >>> print(export(plan, "vllm"))  # doctest: +SKIP
     """
-    refuse_tool(tool, names)
+    refuse_tool(tool, names, gguf)
     if tool in _SERVERS and plan.workload.training is not None:
         hint = "plan without training, or export to torch-pipelining, torchtitan or deepspeed"
         raise UsageError(f"{tool} is for inference, and the plan is for training", hint=hint)
     if tool == accelerate.NAME:
         return accelerate.export(plan, profile, names)
+    if tool not in _SERVERS:
+        refuse_host_experts(plan, tool, "a stage has all its weights on one device")
+    if gguf is not None:
+        file = read_gguf(Path(gguf))
+        return llamacpp.export(plan, profile or cached_profile(plan), file)
     return _EXPORTERS[tool](plan, profile or cached_profile(plan))
 
 
@@ -85,9 +107,16 @@ def plan_for_tool(plan: Plan, tool: str, plan_again: Callable[[Pins], Plan]) -> 
     return plan
 
 
-def refuse_tool(tool: str, names: Convention) -> None:
-    """Refuse an unknown tool, and checkpoint names for a tool other than accelerate."""
+def refuse_tool(tool: str, names: Convention, gguf: str | os.PathLike[str] | None = None) -> None:
+    """Refuse an unknown tool, and checkpoint names or a GGUF file for a tool without them."""
     choose("the tool", tool, TOOLS)
     if choose("names", names, CONVENTIONS) != "model" and tool != accelerate.NAME:
         hint = f"omit them, or export to {accelerate.NAME}"
         raise UsageError(f"{tool} has no option for module names", hint=hint)
+    if gguf is not None and tool != _GGUF_TOOL:
+        hint = f"omit the file, or export to {_GGUF_TOOL}"
+        raise UsageError(
+            f"{tool} doesn't read {gguf}: only {_GGUF_TOOL} reads GGUF files", hint=hint
+        )
+    if gguf is not None:
+        check_gguf(Path(gguf))

@@ -6,6 +6,14 @@ Arguments"; ``sglang/srt/arg_groups/fields``); ``--mem-fraction-static`` is the 
 weights and KV cache together (``sglang/srt/arg_groups/memory_hook.py``); all requests of a step
 share a prefill chunk (``sglang/srt/managers/schedule_policy.py``, `PrefillAdder`). `pipelines.json`
 lists the classes that support pipelines.
+
+Experts in host memory need KTransformers, of sglang-kt 0.7.2 with kt-kernel 0.7.2: SGLang 0.5.23
+itself calls `KTMoEWrapper` with arguments of kt-kernel before 0.5. Options:
+``sglang/srt/server_args.py`` (``--kt-…``). ``--kt-num-gpu-experts`` is the number of experts on the
+GPU in each layer, the same in all layers; with 0 the GPU's experts are skipped
+(``sglang/srt/layers/moe/kt_ep_wrapper.py``). The staging buffer has as many tokens as
+``--chunked-prefill-size``, so it can't be -1. Methods: ``kt_kernel/experts.py``; only "BF16" reads
+the checkpoint's own weights of 16 bits.
 """
 
 from __future__ import annotations
@@ -17,10 +25,13 @@ from duoka.forecast.profile import Profile
 from duoka.planner.plan import Plan
 
 from . import common
+from .host_experts import OTHER_TOOLS, format_layers, host_layers, layer_bytes
 from .stages import LayerPipeline, to_layer_pipeline
 from .text import Export, export_error, format_command
 
 NAME = "SGLang"
+_KT_WEIGHTS = "KT_WEIGHTS"
+_KT_METHODS = {"none": "BF16", "int8": "AMXINT8", "int4": "AMXINT4"}
 
 
 def export(plan: Plan, profile: Profile | None) -> Export:
@@ -42,19 +53,69 @@ def export(plan: Plan, profile: Profile | None) -> Export:
     revision, chunk = common.model_revision(plan), common.step_tokens(plan)
     if revision is not None:
         options.insert(0, ("--revision", revision))
-    options.append(("--chunked-prefill-size", "-1" if chunk is None else str(chunk)))
+    host_options = _host_options(plan, profile, pipeline)
+    if chunk is None:
+        chunk = tokens if host_options else -1
+    options.append(("--chunked-prefill-size", str(chunk)))
     if workload.has_int8_cache:
         options.append(("--kv-cache-dtype", "fp8_e4m3"))
     sizes = common.layer_token_bytes(plan, profile, pipeline)
     if sizes is not None:
         options.append(("--mem-fraction-static", f"{max(_fractions(pipeline, sizes, tokens)):.2f}"))
+    options += host_options
     words = ["python", "-m", "sglang.launch_server", "--model-path", common.model_name(plan)]
     words += common.code_option(plan)
     return Export(
         tool=NAME,
         text=format_command(environment, words, options),
-        notes=(*foreign, *_notes(plan, pipeline, sizes, tokens)),
+        notes=(*foreign, *_notes(plan, pipeline, sizes, tokens), *_host_notes(host_options)),
     )
+
+
+def _host_options(
+    plan: Plan, profile: Profile | None, pipeline: LayerPipeline
+) -> list[tuple[str, str]]:
+    """Return KTransformers' options for experts in host memory; UsageError if inexact."""
+    if not plan.host_experts:
+        return []
+    method = _KT_METHODS.get(plan.workload.quantize)
+    on_gpu = set(layer_bytes(plan, profile)) - set(host_layers(plan))
+    why = None
+    if on_gpu:
+        why = "it keeps the same number of experts of every layer in host memory; the plan has "
+        why += f"those of layer {format_layers(sorted(on_gpu))} on GPUs"
+    elif len(pipeline.stages) > 1:
+        why = "each of its pipeline stages starts all CPU threads of KTransformers"
+    elif method is None or (method == "BF16" and plan.workload.dtype != "bfloat16"):
+        form = plan.workload.dtype if method else plan.workload.quantize
+        why = f"KTransformers has no experts in {form}"
+    if why is not None:
+        raise export_error(NAME, why, OTHER_TOOLS)
+    is_local = common.model_revision(plan) is None
+    weights = common.model_name(plan) if method == "BF16" and is_local else _KT_WEIGHTS
+    return [
+        ("--kt-weight-path", weights),
+        ("--kt-method", method or ""),
+        ("--kt-cpuinfer", "CORES"),
+        ("--kt-threadpool-count", "NUMA_NODES"),
+        ("--kt-num-gpu-experts", "0"),
+    ]
+
+
+def _host_notes(options: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Yield the conditions of KTransformers' options."""
+    if options:
+        yield (
+            "NOTE: experts in host memory need KTransformers' build of SGLang (sglang-kt and "
+            "kt-kernel, both 0.7.2). Replace CORES by the number of physical cores and NUMA_NODES "
+            "by the number of NUMA nodes, as lscpu prints them."
+        )
+    if ("--kt-weight-path", _KT_WEIGHTS) in options:
+        method = dict(options)["--kt-method"]
+        yield (
+            f"NOTE: {_KT_WEIGHTS} is a placeholder for the local folder with the weights of the "
+            f"experts for the method {method}."
+        )
 
 
 def _fractions(pipeline: LayerPipeline, sizes: Sequence[int], tokens: int) -> list[float]:

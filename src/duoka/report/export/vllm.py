@@ -13,6 +13,11 @@ Sources, of vLLM 0.33:
   cache's bytes are given (``vllm/v1/worker/utils.py``, `request_memory`).
 - GLM-4V's config only names the text class (``vllm/model_executor/models/chatglm.py``).
 - Classes that support pipelines: `pipelines.json`.
+- ``--cpu-offload-gb`` is the size of the parameters in pinned host memory, for each rank: the first
+  ones in the order of its layers, of which ``--cpu-offload-params`` selects those with a part of
+  their name (``vllm/model_executor/offloader/uva.py``). The experts of a layer are in
+  ``experts.routed_experts``, without shared experts
+  (``vllm/model_executor/layers/fused_moe/runner/moe_runner.py``). GPUs read them in place.
 """
 
 from __future__ import annotations
@@ -27,8 +32,9 @@ from duoka.forecast.workload import Workload
 from duoka.planner.plan import Plan
 
 from . import common
+from .host_experts import OTHER_TOOLS, host_layers, layer_bytes
 from .stages import LayerPipeline, to_layer_pipeline
-from .text import Export, format_command
+from .text import Export, export_error, format_command
 
 NAME = "vLLM"
 BLOCK_TOKENS = 16
@@ -84,6 +90,7 @@ def read_command(plan: Plan, profile: Profile | None) -> VllmCommand:
         options.append(("--max-num-batched-tokens", str(tokens)))
     if workload.has_int8_cache:
         options.append(("--kv-cache-dtype", "fp8"))
+    options += _host_options(plan, profile, pipeline)
     rank_bytes = _rank_bytes(plan, profile, pipeline)
     if rank_bytes is not None:
         options.append(("--kv-cache-memory-bytes", str(max(rank_bytes))))
@@ -111,6 +118,36 @@ def planned_blocks(workload: Workload, block_tokens: int = BLOCK_TOKENS) -> int:
     else:
         blocks = workload.batch * -(-workload.context_tokens // block_tokens)
     return blocks + 1  # vLLM reserves one block that it never assigns
+
+
+def _host_options(
+    plan: Plan, profile: Profile | None, pipeline: LayerPipeline
+) -> list[tuple[str, str]]:
+    """Return the options for experts in host memory; UsageError if other experts would be there."""
+    # Each rank puts parameters into host memory until their sum reaches the given size. The size is
+    # that of the planned experts of the rank with most of them, less a part of the last parameter
+    # (down_proj is a third of the experts of a layer). With layers of 6 GiB, of which rank 0 has
+    # the experts of two in host memory, 11 GiB are given: rank 1 then has those of two as well.
+    if not plan.host_experts:
+        return []
+    if plan.workload.quantize != "none":
+        why = "the size of its own quantized experts, which it needs, is unknown"
+        raise export_error(NAME, why, OTHER_TOOLS)
+    sizes, hosted = layer_bytes(plan, profile), set(host_layers(plan))
+    stages = [range(stage.start, stage.stop) for stage in pipeline.stages]
+    planned = [[layer for layer in stage if layer in hosted] for stage in stages]
+    size = max(sum(sizes[layer] for layer in layers) for layers in planned)
+    size -= min(sizes.values()) // 6
+    for stage, layers in zip(stages, planned, strict=True):
+        rest, offloaded = size, []
+        for layer in stage:
+            if layer in sizes and rest > 0:
+                rest -= sizes[layer]
+                offloaded.append(layer)
+        if offloaded != layers:
+            why = "it puts the same amount of the first experts of each GPU in host memory"
+            raise export_error(NAME, why, OTHER_TOOLS)
+    return [("--cpu-offload-gb", str(size / 2**30)), ("--cpu-offload-params", "routed_experts")]
 
 
 def _rank_bytes(
@@ -150,6 +187,11 @@ def _notes(plan: Plan, command: VllmCommand, profile: Profile | None) -> Iterato
     yield from common.common_notes(plan, pipeline)
     yield from common.source_note(plan)
     yield from common.bits_notes(plan, NAME)
+    if plan.host_experts:
+        yield (
+            "NOTE: vLLM computes no experts on the CPU: the GPUs read the experts in host memory "
+            "over PCIe at each step, which takes another time than the plan's."
+        )
     if common.step_tokens(plan) is None:
         yield (
             "NOTE: the plan's prefill is a single pass; vLLM processes at most 2048 tokens per "

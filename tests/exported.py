@@ -1,0 +1,34 @@
+"""Exports read back: command lines as a shell reads them, programs as Python does."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from torch.distributed.pipelining import SplitPoint
+
+
+def parsed(text: str) -> tuple[dict[str, str], list[str], dict[str, str]]:
+    """Environment, words and options of a command line, as a shell reads them."""
+    words = shlex.split(text.replace("\\\n", " "))
+    environment = {}
+    while "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        environment[name] = value
+    start = next(place for place, word in enumerate(words) if word.startswith("--"))
+    command, rest = words[:start], words[start:]
+    if command[0] == "python":
+        command, rest = words[: start + 2], words[start + 2 :]
+    if rest and rest[0] == "--trust-remote-code":
+        command.append(rest.pop(0))
+    return environment, command, dict(zip(rest[::2], rest[1::2], strict=True))
+
+
+def assigned(text: str) -> dict[str, Any]:
+    """What the assignments at the top of a program give."""
+    names: dict[str, Any] = {"SplitPoint": SplitPoint}
+    top = text.split("\n\nimport torch")[0] if "max_memory" in text else text
+    lines = [line for line in top.split("\n") if not line.startswith(("#", "from", "assert"))]
+    kept = "\n".join(lines).partition("\npipe =")[0].partition("\nstages =")[0]
+    exec(kept, names)
+    return names
