@@ -128,7 +128,7 @@ def test_others_need_the_profile(tool: str) -> None:
 
 def test_llama_cpp_tells_what_it_does_with_them() -> None:
     told = " ".join(str(export(hosting([1, 3]), "llama.cpp")).split())
-    assert "The experts of 2 layers (1, 3) are in host memory" in told
+    assert "the experts of 2 layers (1, 3) are in host memory" in told
     assert "--no-op-offload" in told
 
 
@@ -208,7 +208,7 @@ def test_vllm_takes_the_first_experts_of_each_gpu() -> None:
 
 def test_vllm_refuses_others() -> None:
     for wrong in (hosting([2]), hosting([1, 3]), hosting([1], 2)):
-        with pytest.raises(UsageError, match="of the first experts of each GPU"):
+        with pytest.raises(UsageError, match="of the first experts of each GPU there"):
             export(wrong, "vllm")
     quantized = replace(hosting([1, 2]), workload=replace(base(1).workload, quantize="int8"))
     with pytest.raises(UsageError, match="the size of its own quantized"):
@@ -241,7 +241,7 @@ def test_accelerate_refuses_what_fails_there() -> None:
     with pytest.raises(UsageError, match="on several GPUs"):
         export(hosting([1], 2), "accelerate")
     coded = replace(base(1).request, trust_remote_code=True)
-    with pytest.raises(UsageError, match="no single modules"):
+    with pytest.raises(UsageError, match="no module of all experts"):
         export(replace(hosting([1]), request=coded), "accelerate", names="checkpoint")
 
 

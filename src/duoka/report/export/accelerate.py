@@ -12,9 +12,9 @@ experts: it names the modules beside the experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
-from duoka.base.text import is_within
+from duoka.base.text import containing, is_within
 from duoka.forecast.profile import Profile
 from duoka.planner.plan import Plan
 from duoka.planner.plan_profile import Convention, map_of, needed_profile
@@ -28,16 +28,7 @@ NAME = "accelerate"
 
 def export(plan: Plan, profile: Profile | None, names: Convention = "model") -> Export:
     """Write the plan as a Python program."""
-    if len(plan.devices) > 1 or names == "checkpoint":
-        why = "on several GPUs it computes them on the wrong one"
-        if names == "checkpoint":
-            why = "they are no single modules in the checkpoint's code"
-        refuse_host_experts(plan, NAME, why)
-    devices = map_of(plan, names, profile, offloaded_to="cpu")
-    if plan.host_experts:
-        outline = (profile or needed_profile(plan, "to find the modules beside experts")).outline
-        tensors = [tensor.name for block in outline.blocks for tensor in block.tensors]
-        devices = _with_host_experts(devices, plan.host_experts, tensors)
+    devices = _with_host_experts(plan, profile, names)
     device_map: dict[int | str, int | str] = {name: _device_key(at) for name, at in devices.items()}
     max_memory: dict[int | str, int | str] = {
         _device_key(device.name): device.budget_bytes
@@ -75,24 +66,27 @@ model = AutoModelForCausalLM.from_pretrained(
     return Export(tool=NAME, text=text, notes=tuple(_notes(plan, names)))
 
 
-def _with_host_experts(
-    devices: Mapping[str, str], experts: Iterable[str], tensors: Iterable[str]
-) -> dict[str, str]:
-    """Replace each module around experts by the modules beside the experts, on the same device."""
-    wanted = dict.fromkeys(experts, "cpu")
-    around = {name for name in devices for expert in wanted if is_within(expert, name)}
+def _with_host_experts(plan: Plan, profile: Profile | None, names: Convention) -> dict[str, str]:
+    """Return the device of each module; modules around host experts are replaced by their parts."""
+    devices = map_of(plan, names, profile, offloaded_to="cpu")
+    if not plan.host_experts:
+        return devices
+    if len(plan.devices) > 1:
+        refuse_host_experts(plan, NAME, "on several GPUs it computes them on the wrong one")
+    if names == "checkpoint":
+        refuse_host_experts(plan, NAME, "the checkpoint's code has no module of all experts")
+    outline = (profile or needed_profile(plan, "to find the modules beside experts")).outline
+    tensors = [tensor.name for block in outline.blocks for tensor in block.tensors]
     placed: dict[str, str] = {}
     for module, device in devices.items():
-        if module not in around:
-            placed[module] = device
-            continue
-        for tensor in (tensor for tensor in tensors if is_within(tensor, module)):
-            parts = tensor.split(".")
-            name, length = module, len(module.split(".")) if module else 0
-            while name not in wanted and any(is_within(expert, name) for expert in wanted):
-                length += 1
-                name = ".".join(parts[:length])
-            placed[name] = wanted.get(name, device)
+        hosted = [name for name in plan.host_experts if is_within(name, module)]
+        inside = [name for name in tensors if is_within(name, module)] if hosted else [module]
+        for tensor in inside:
+            # The longest prefix first: the last one that is not around experts is placed.
+            prefixes = [name for name in (tensor, *containing(tensor)) if is_within(name, module)]
+            around = {name for name in prefixes for expert in hosted if is_within(expert, name)}
+            name = [name for name in prefixes if name in hosted or name not in around][-1]
+            placed[name] = "cpu" if name in hosted else device
     return placed
 
 

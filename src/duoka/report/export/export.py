@@ -29,7 +29,6 @@ _EXPORTERS: dict[str, Callable[[Plan, Profile | None], Export]] = {
 }
 TOOLS = (accelerate.NAME, *_EXPORTERS)
 _SERVERS = ("vllm", "sglang", "llama.cpp")
-_GGUF_TOOL = "llama.cpp"
 
 
 def export(
@@ -77,12 +76,12 @@ def export(
         raise UsageError(f"{tool} is for inference, and the plan is for training", hint=hint)
     if tool == accelerate.NAME:
         return accelerate.export(plan, profile, names)
-    if tool not in _SERVERS:
+    if plan.host_experts and tool not in _SERVERS:
         refuse_host_experts(plan, tool, "a stage has all its weights on one device")
+    profile = profile or cached_profile(plan)
     if gguf is not None:
-        file = read_gguf(Path(gguf))
-        return llamacpp.export(plan, profile or cached_profile(plan), file)
-    return _EXPORTERS[tool](plan, profile or cached_profile(plan))
+        return llamacpp.export(plan, profile, read_gguf(Path(gguf)))
+    return _EXPORTERS[tool](plan, profile)
 
 
 def plan_for_tool(plan: Plan, tool: str, plan_again: Callable[[Pins], Plan]) -> Plan:
@@ -113,10 +112,8 @@ def refuse_tool(tool: str, names: Convention, gguf: str | os.PathLike[str] | Non
     if choose("names", names, CONVENTIONS) != "model" and tool != accelerate.NAME:
         hint = f"omit them, or export to {accelerate.NAME}"
         raise UsageError(f"{tool} has no option for module names", hint=hint)
-    if gguf is not None and tool != _GGUF_TOOL:
-        hint = f"omit the file, or export to {_GGUF_TOOL}"
-        raise UsageError(
-            f"{tool} doesn't read {gguf}: only {_GGUF_TOOL} reads GGUF files", hint=hint
-        )
     if gguf is not None:
+        if tool != llamacpp.NAME:
+            hint = f"omit the file, or export to {llamacpp.NAME}"
+            raise UsageError(f"{tool} doesn't read GGUF files, such as {gguf}", hint=hint)
         check_gguf(Path(gguf))

@@ -15,33 +15,36 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from duoka.base.files import open_regular, reading
 from duoka.base.requirements import require_package
+from duoka.base.units import format_bytes
 from duoka.errors import FormatError
 from duoka.planner.plan import Plan
 
 from . import common
 from .host_experts import format_layers, host_layers
 from .stages import LayerPipeline
+from .text import export_error
 
+T = TypeVar("T")
+LLAMA_CPP = "llama.cpp"
 HOST = "host"
 EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
 """llama.cpp's pattern of tensors of experts (common/common.h, ``LLM_FFN_EXPS_REGEX``)."""
 
 _MAGIC = b"GGUF"
+_FURTHER = "nextn_predict_layers"
 _ARRAY = struct.Struct("<IQ")  # type and number of items
 _LENGTH = struct.Struct("<Q")
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _EXPERTS = re.compile(r"blk\.(\d+)" + EXPERTS)
 _AGAIN = "download or convert the file again"
-_OTHER_FILE = "use a GGUF file of the plan's model, or plan the model of the file"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,43 +69,38 @@ class GgufFile:
 def read_gguf(path: Path) -> GgufFile:
     """Read the names and sizes of all tensors; FormatError if the file isn't whole."""
     first_part = _open(path)
-    count = _number(path, first_part, "split.count", 1)
-    parts = [first_part]
-    for number in range(count if count > 1 else 0):
-        ending = f"-{number + 1:05}-of-{count:05}.gguf"
-        if number == 0 and not path.name.endswith(ending):
-            hint = f"give the first part, whose name ends with {ending}"
-            raise FormatError(
-                f"{path} is not the first of the {count} parts of its file", hint=hint
-            )
-        if number > 0:
-            prefix = path.name.removesuffix(f"-00001-of-{count:05}.gguf")
-            parts.append(_open(path.with_name(prefix + ending)))
-    tensors = {tensor.name: int(tensor.n_bytes) for part in parts for tensor in part.tensors}
-    expected = _number(path, first_part, "split.tensors.count", len(tensors))
-    if len(tensors) != expected:
-        raise FormatError(f"{path} has {len(tensors)} of {expected} tensors", hint=_AGAIN)
-    architecture = str(_value(path, first_part, "general.architecture"))
-    blocks = _number(path, first_part, f"{architecture}.block_count")
-    further = _number(path, first_part, f"{architecture}.nextn_predict_layers", 0)
+    count = _value(path, first_part, "split.count", int, 1)
+    ending = f"-00001-of-{count:05}.gguf"
+    if count > 1 and not path.name.endswith(ending):
+        hint = f"give the first part, whose name ends with {ending}"
+        raise FormatError(f"{path} is not the first of the {count} parts of its file", hint=hint)
+    prefix = path.name.removesuffix(ending)
+    names = [f"{prefix}-{number:05}-of-{count:05}.gguf" for number in range(2, count + 1)]
+    parts = [first_part, *(_open(path.with_name(name)) for name in names)]
+    architecture = _value(path, first_part, "general.architecture", str)
+    blocks = _value(path, first_part, f"{architecture}.block_count", int)
     return GgufFile(
-        path=path, architecture=architecture, num_layers=blocks - further, tensors=tensors
+        path=path,
+        architecture=architecture,
+        num_layers=blocks - _value(path, first_part, f"{architecture}.{_FURTHER}", int, 0),
+        tensors={tensor.name: int(tensor.n_bytes) for part in parts for tensor in part.tensors},
     )
 
 
 def refuse_other_model(file: GgufFile, plan: Plan, pipeline: LayerPipeline) -> None:
     """Raise FormatError if the file has another architecture, other layers or other experts."""
     expected = architecture_of(plan)
+    missing = set(host_layers(plan)) - set(file.expert_layers)
     if expected not in (None, file.architecture):
         why = f"its architecture is {file.architecture}; that of {plan.model} is {expected}"
-        raise FormatError(f"{file.path} has another model: {why}", hint=_OTHER_FILE)
-    if pipeline.layers and file.num_layers != pipeline.num_layers:
+    elif pipeline.layers and file.num_layers != pipeline.num_layers:
         why = f"it has {file.num_layers} layers; the plan has {pipeline.num_layers}"
-        raise FormatError(f"{file.path} has another model: {why}", hint=_OTHER_FILE)
-    missing = set(host_layers(plan)) - set(file.expert_layers)
-    if missing:
+    elif missing:
         why = f"it has no experts in layer {format_layers(sorted(missing))}"
-        raise FormatError(f"{file.path} has another model: {why}", hint=_OTHER_FILE)
+    else:
+        return
+    hint = "use a GGUF file of the plan's model, or plan the model of the file"
+    raise FormatError(f"{file.path} has another model: {why}", hint=hint)
 
 
 def architecture_of(plan: Plan) -> str | None:
@@ -112,32 +110,53 @@ def architecture_of(plan: Plan) -> str | None:
     return architecture
 
 
-def weight_bytes(file: GgufFile, plan: Plan, pipeline: LayerPipeline) -> list[tuple[str, int]]:
+def weight_bytes(file: GgufFile, plan: Plan, pipeline: LayerPipeline) -> dict[str, int]:
     """Return the bytes of the file's weights on the device of each stage, then on the host.
 
     The input embedding stays on the host. A file without an output tensor has a tied head, which
     llama.cpp copies to the last device.
     """
-    devices = [stage.device.name for stage in pipeline.stages]
-    places = [name for name, stage in zip(devices, pipeline.stages, strict=True)
-              for _ in range(stage.num_layers)]  # fmt: skip
+    places = [stage.device.name for stage in pipeline.stages for _ in range(stage.num_layers)]
     hosted = set(host_layers(plan))
-    sizes: Counter[str] = Counter()
+    sizes = dict.fromkeys([*places, HOST], 0)
     for name, num_bytes in file.tensors.items():
-        sizes[_place(name, file, places, hosted)] += num_bytes
+        place = _place(name, file, places, hosted)
+        if place is not None:
+            sizes[place] += num_bytes
     if "output.weight" not in file.tensors:
-        sizes[devices[-1]] += file.tensors.get("token_embd.weight", 0)
-    return [(name, sizes[name]) for name in (*devices, HOST)]
+        sizes[places[-1]] += file.tensors.get("token_embd.weight", 0)
+    return sizes
 
 
-def _place(name: str, file: GgufFile, places: Sequence[str], hosted: set[int]) -> str:
-    """Return the device of a tensor; "" for a tensor that llama.cpp doesn't load."""
+def weight_notes(file: GgufFile, plan: Plan, pipeline: LayerPipeline) -> Iterator[str]:
+    """Yield the bytes of the file's weights; UsageError if they exceed the budget of a GPU."""
+    sizes = weight_bytes(file, plan, pipeline)
+    for number, stage in enumerate(pipeline.stages):
+        name, budget = stage.device.name, stage.device.budget_bytes
+        size, forecast = format_bytes(sizes[name]), stage.forecast
+        if sizes[name] > budget:
+            why = f"{file.path} has {size} of weights for {name}, whose budget is"
+            hint = "use a file with fewer bits per weight, or plan with more or larger GPUs"
+            raise export_error(LLAMA_CPP, f"{why} {format_bytes(budget)}", hint)
+        rest = format_bytes(forecast.kv_cache_bytes + forecast.activation_bytes)
+        yield (
+            f"CUDA{number} ({name}): {size} of weights in the file; "
+            f"{format_bytes(budget - sizes[name])} of the budget are left for KV cache and "
+            f"activations, for which the plan forecasts {rest}."
+        )
+    yield f"Host: {format_bytes(sizes[HOST])} of weights in the file."
+    if architecture_of(plan) is None:
+        yield f"NOTE: {plan.model} is not compared with the file's model, {file.architecture}."
+
+
+def _place(name: str, file: GgufFile, places: Sequence[str], hosted: set[int]) -> str | None:
+    """Return the device of a tensor; None for a tensor that llama.cpp doesn't load."""
     match = _LAYER.match(name)
     if match is None:
         return places[-1] if name.startswith("output") else HOST
     layer = int(match[1])
     if layer >= file.num_layers:
-        return ""
+        return None
     return HOST if layer in hosted and _EXPERTS.match(name) else places[min(layer, len(places) - 1)]
 
 
@@ -190,18 +209,11 @@ def _parsing(path: Path) -> Iterator[None]:
         raise FormatError(f"{path} is truncated or damaged: {error}", hint=_AGAIN) from error
 
 
-def _value(path: Path, part: Any, key: str, default: object = None) -> Any:
-    """Return a value of a file's metadata; FormatError if it is missing and has no default."""
+def _value(path: Path, part: Any, key: str, kind: type[T], default: T | None = None) -> T:
+    """Return a value of a file's metadata; FormatError if it is missing or of another type."""
     field = part.get_field(key)
-    if field is None and default is None:
-        raise FormatError(f"{path} has no value of {key}", hint=_AGAIN)
     with _parsing(path):
-        return default if field is None else field.contents()
-
-
-def _number(path: Path, part: Any, key: str, default: int | None = None) -> int:
-    """Return an integer of a file's metadata; FormatError if it is another value."""
-    value = _value(path, part, key, default)
-    if not isinstance(value, int):
-        raise FormatError(f"{path} has the {key} {value!r}; expected an integer", hint=_AGAIN)
+        value = default if field is None else field.contents()
+    if not isinstance(value, kind):
+        raise FormatError(f"{path} has {key} = {value!r}; expected {kind.__name__}", hint=_AGAIN)
     return value

@@ -6,8 +6,10 @@ The stages of torch.distributed.pipelining, torchtitan and DeepSpeed are modules
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
+from typing import NoReturn
 
 from duoka.base.text import is_within
 from duoka.forecast.profile import Profile
@@ -17,14 +19,12 @@ from duoka.planner.plan_profile import needed_profile
 
 from .text import export_error
 
-OTHER_TOOLS = "export to llama.cpp, which takes any layers, or load the plan with duoka"
 
-
-def refuse_host_experts(plan: Plan, tool: str, why: str) -> None:
-    """Raise UsageError if a plan has experts in host memory."""
-    if plan.host_experts:
-        experts = f"the experts of {len(plan.host_experts)} layers are in host memory"
-        raise export_error(tool, f"{experts}; {why}", OTHER_TOOLS)
+def refuse_host_experts(plan: Plan, tool: str, why: str) -> NoReturn:
+    """Raise UsageError for a plan with experts in host memory."""
+    experts = f"the experts of {len(plan.host_experts)} layers are in host memory"
+    hint = "export to llama.cpp, which takes any layers, or load the plan with duoka"
+    raise export_error(tool, f"{experts}; {why}", hint)
 
 
 def host_layers(plan: Plan) -> list[int]:
@@ -39,15 +39,12 @@ def layer_bytes(plan: Plan, profile: Profile | None) -> dict[int, int]:
     UsageError without a profile.
     """
     profile = profile or needed_profile(plan, "to find the layers with experts")
-    patterns = {pattern for name in plan.host_experts if (pattern := _split_number(name))}
+    patterns = {_without_number(name) for name in plan.host_experts}
     sizes: Counter[int] = Counter()
     for tensor in (tensor for block in profile.outline.blocks for tensor in block.tensors):
-        for layers, part in patterns:
-            layer = layer_of(tensor.name)
-            if layer is None or layer[0] != layers:
-                continue
-            if is_within(tensor.name, f"{layers}.{layer[1]}.{part}"):
-                sizes[layer[1]] += tensor.num_bytes
+        layer = layer_of(tensor.name)
+        if layer and any(is_within(_without_number(tensor.name), name) for name in patterns):
+            sizes[layer[1]] += tensor.num_bytes
     return dict(sorted(sizes.items()))
 
 
@@ -57,7 +54,6 @@ def format_layers(numbers: Iterable[int]) -> str:
     return ", ".join(texts if len(texts) <= 6 else [*texts[:5], "…", texts[-1]])
 
 
-def _split_number(name: str) -> tuple[str, str] | None:
-    """Split "model.layers.5.mlp.experts" into "model.layers" and "mlp.experts"."""
-    layer = layer_of(name)
-    return layer and (layer[0], name.removeprefix(f"{layer[0]}.{layer[1]}."))
+def _without_number(name: str) -> str:
+    """Replace the number in "model.layers.5.mlp.experts" by "N"."""
+    return re.sub(r"\.\d+\.", ".N.", name, count=1)

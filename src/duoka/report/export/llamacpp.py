@@ -27,26 +27,18 @@ multiplies host weights after a copy (ggml-cuda.cu, `ggml_backend_cuda_device_of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
-from duoka.base.units import format_bytes
 from duoka.forecast.profile import Profile
 from duoka.planner.plan import Plan
 
 from . import common
-from .gguf_file import (
-    EXPERTS,
-    HOST,
-    GgufFile,
-    architecture_of,
-    refuse_other_model,
-    weight_bytes,
-)
+from .gguf_file import EXPERTS, LLAMA_CPP, GgufFile, refuse_other_model, weight_notes
 from .host_experts import format_layers, host_layers, layer_bytes
 from .stages import LayerPipeline, to_layer_pipeline
-from .text import Export, export_error, format_command
+from .text import Export, format_command
 
-NAME = "llama.cpp"
+NAME = LLAMA_CPP
 _FILE = "MODEL.gguf"
 _CACHE_TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 
@@ -56,7 +48,6 @@ def export(plan: Plan, profile: Profile | None, file: GgufFile | None = None) ->
     pipeline = to_layer_pipeline(plan, NAME)
     if file is not None:
         refuse_other_model(file, plan, pipeline)
-        _refuse_large_file(file, plan, pipeline)
     workload, stages = plan.workload, pipeline.stages
     environment = common.visible_environment(NAME, pipeline.devices)
     names = ",".join(f"CUDA{number}" for number in range(len(stages)))
@@ -82,7 +73,7 @@ def export(plan: Plan, profile: Profile | None, file: GgufFile | None = None) ->
     return Export(
         tool=NAME,
         text=format_command(environment, ["llama-server"], options),
-        notes=(*_notes(plan, pipeline, file), *_host_notes(plan)),
+        notes=tuple(_notes(plan, pipeline, file)),
     )
 
 
@@ -93,74 +84,36 @@ def _host_options(
     hosted = host_layers(plan)
     if not hosted:
         return []
-    expert_layers: Sequence[int] = range(hosted[-1] + 1)
+    expert_layers: Iterable[int] = range(hosted[-1] + 1)
     if file is not None:
         expert_layers = file.expert_layers
     elif profile is not None:
-        expert_layers = [*layer_bytes(plan, profile)]
+        expert_layers = layer_bytes(plan, profile)
     if hosted == [number for number in expert_layers if number <= hosted[-1]]:
         return [("--n-cpu-moe", str(hosted[-1] + 1))]
     numbers = "|".join(map(str, hosted))
     return [("--override-tensor", rf"blk\.({numbers}){EXPERTS}=CPU")]
 
 
-def _refuse_large_file(file: GgufFile, plan: Plan, pipeline: LayerPipeline) -> None:
-    """Raise UsageError if the file's weights for a GPU exceed the budget of the GPU."""
-    for name, num_bytes in weight_bytes(file, plan, pipeline):
-        if name != HOST and num_bytes > plan.fleet.device(name).budget_bytes:
-            budget = format_bytes(plan.fleet.device(name).budget_bytes)
-            raise export_error(
-                NAME,
-                f"{file.path} has {format_bytes(num_bytes)} of weights for {name}, whose budget "
-                f"is {budget}",
-                "use a file with fewer bits per weight, or plan with more or larger GPUs",
-            )
-
-
-def _file_notes(plan: Plan, pipeline: LayerPipeline, file: GgufFile | None) -> Iterator[str]:
-    """Yield the placeholder of the file, or the bytes of its weights on each device."""
-    if file is None:
+def _notes(plan: Plan, pipeline: LayerPipeline, file: GgufFile | None) -> Iterator[str]:
+    """Yield the differences between the plan and llama.cpp."""
+    yield from common.common_notes(plan, pipeline)
+    if file is not None:
+        yield from weight_notes(file, plan, pipeline)
+    else:
         yield (
             f"NOTE: {_FILE} is a placeholder for the model in GGUF format; the plan's sizes are "
             f"for weights in {plan.workload.dtype}, a quantized file needs less."
         )
-        return
-    *on_gpus, (_, on_host) = weight_bytes(file, plan, pipeline)
-    for number, (stage, (name, num_bytes)) in enumerate(zip(pipeline.stages, on_gpus, strict=True)):
-        rest = stage.forecast.kv_cache_bytes + stage.forecast.activation_bytes
+    if plan.host_experts:
+        hosted = host_layers(plan)
         yield (
-            f"CUDA{number} ({name}): {format_bytes(num_bytes)} of weights in the file; "
-            f"{format_bytes(stage.device.budget_bytes - num_bytes)} of the budget are left for KV "
-            f"cache and activations, for which the plan forecasts {format_bytes(rest)}."
-        )
-    yield f"Host: {format_bytes(on_host)} of weights in the file."
-    if architecture_of(plan) is None:
-        yield (
-            f"NOTE: llama.cpp's converter has no class {plan.model}: only the file's layers were "
-            f"compared with the plan, not its architecture ({file.architecture})."
-        )
-
-
-def _host_notes(plan: Plan) -> Iterator[str]:
-    """Yield how llama.cpp uses experts in host memory."""
-    hosted = host_layers(plan)
-    if hosted:
-        yield (
-            f"The experts of {len(hosted)} layers ({format_layers(hosted)}) are in host memory, "
-            "and their shared experts on the GPU of the layer."
-        )
-        yield (
-            "NOTE: the CPU computes them in steps of fewer than 32 tokens. For more tokens "
+            f"NOTE: the experts of {len(hosted)} layers ({format_layers(hosted)}) are in host "
+            "memory. The CPU computes them in steps of fewer than 32 tokens; for more tokens "
             "llama.cpp copies the experts of one layer to the GPU, memory that the plan doesn't "
-            "include; --no-op-offload keeps them on the CPU. --load-mode none reads the weights "
-            "into memory instead of mapping the file."
+            "include. --no-op-offload keeps them on the CPU; --load-mode none reads them into "
+            "memory instead of mapping the file."
         )
-
-
-def _notes(plan: Plan, pipeline: LayerPipeline, file: GgufFile | None) -> Iterator[str]:
-    """Yield the differences between the plan and llama.cpp."""
-    yield from common.common_notes(plan, pipeline)
-    yield from _file_notes(plan, pipeline, file)
     head_gpu = pipeline.stages[0].device.name
     yield (
         r"llama.cpp keeps the input embedding in CPU memory; --override-tensor "

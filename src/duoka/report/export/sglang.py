@@ -25,13 +25,13 @@ from duoka.forecast.profile import Profile
 from duoka.planner.plan import Plan
 
 from . import common
-from .host_experts import OTHER_TOOLS, format_layers, host_layers, layer_bytes
+from .host_experts import format_layers, host_layers, layer_bytes, refuse_host_experts
 from .stages import LayerPipeline, to_layer_pipeline
 from .text import Export, export_error, format_command
 
 NAME = "SGLang"
 _KT_WEIGHTS = "KT_WEIGHTS"
-_KT_METHODS = {"none": "BF16", "int8": "AMXINT8", "int4": "AMXINT4"}
+_KT_METHODS = {"bfloat16": "BF16", "int8": "AMXINT8", "int4": "AMXINT4"}
 
 
 def export(plan: Plan, profile: Profile | None) -> Export:
@@ -78,24 +78,23 @@ def _host_options(
     """Return KTransformers' options for experts in host memory; UsageError if inexact."""
     if not plan.host_experts:
         return []
-    method = _KT_METHODS.get(plan.workload.quantize)
+    workload = plan.workload
+    form = workload.dtype if workload.quantize == "none" else workload.quantize
+    method = _KT_METHODS.get(form)
     on_gpu = set(layer_bytes(plan, profile)) - set(host_layers(plan))
-    why = None
+    why = f"KTransformers has no experts in {form}"
     if on_gpu:
         why = "it keeps the same number of experts of every layer in host memory; the plan has "
         why += f"those of layer {format_layers(sorted(on_gpu))} on GPUs"
     elif len(pipeline.stages) > 1:
         why = "each of its pipeline stages starts all CPU threads of KTransformers"
-    elif method is None or (method == "BF16" and plan.workload.dtype != "bfloat16"):
-        form = plan.workload.dtype if method else plan.workload.quantize
-        why = f"KTransformers has no experts in {form}"
-    if why is not None:
-        raise export_error(NAME, why, OTHER_TOOLS)
+    if on_gpu or len(pipeline.stages) > 1 or method is None:
+        refuse_host_experts(plan, NAME, why)
     is_local = common.model_revision(plan) is None
     weights = common.model_name(plan) if method == "BF16" and is_local else _KT_WEIGHTS
     return [
         ("--kt-weight-path", weights),
-        ("--kt-method", method or ""),
+        ("--kt-method", method),
         ("--kt-cpuinfer", "CORES"),
         ("--kt-threadpool-count", "NUMA_NODES"),
         ("--kt-num-gpu-experts", "0"),
@@ -111,10 +110,9 @@ def _host_notes(options: Sequence[tuple[str, str]]) -> Iterator[str]:
             "by the number of NUMA nodes, as lscpu prints them."
         )
     if ("--kt-weight-path", _KT_WEIGHTS) in options:
-        method = dict(options)["--kt-method"]
         yield (
-            f"NOTE: {_KT_WEIGHTS} is a placeholder for the local folder with the weights of the "
-            f"experts for the method {method}."
+            f"NOTE: {_KT_WEIGHTS} is a placeholder for a local folder with the weights of the "
+            f"experts in the form of the method {dict(options)['--kt-method']}."
         )
 
 

@@ -32,9 +32,9 @@ from duoka.forecast.workload import Workload
 from duoka.planner.plan import Plan
 
 from . import common
-from .host_experts import OTHER_TOOLS, host_layers, layer_bytes
+from .host_experts import host_layers, layer_bytes, refuse_host_experts
 from .stages import LayerPipeline, to_layer_pipeline
-from .text import Export, export_error, format_command
+from .text import Export, format_command
 
 NAME = "vLLM"
 BLOCK_TOKENS = 16
@@ -131,8 +131,7 @@ def _host_options(
     if not plan.host_experts:
         return []
     if plan.workload.quantize != "none":
-        why = "the size of its own quantized experts, which it needs, is unknown"
-        raise export_error(NAME, why, OTHER_TOOLS)
+        refuse_host_experts(plan, NAME, "the size of its own quantized experts is unknown")
     sizes, hosted = layer_bytes(plan, profile), set(host_layers(plan))
     stages = [range(stage.start, stage.stop) for stage in pipeline.stages]
     planned = [[layer for layer in stage if layer in hosted] for stage in stages]
@@ -145,8 +144,8 @@ def _host_options(
                 rest -= sizes[layer]
                 offloaded.append(layer)
         if offloaded != layers:
-            why = "it puts the same amount of the first experts of each GPU in host memory"
-            raise export_error(NAME, why, OTHER_TOOLS)
+            why = "it puts the same amount of the first experts of each GPU there"
+            refuse_host_experts(plan, NAME, why)
     return [("--cpu-offload-gb", str(size / 2**30)), ("--cpu-offload-params", "routed_experts")]
 
 
