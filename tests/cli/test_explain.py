@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
+import pytest
 from progress import without_progress
 
 from .conftest import GPUS, SIZES, Program
@@ -54,6 +56,21 @@ def test_a_plan_is_exported(tiny: Path, program: Program) -> None:
     assert (done.returncode, without_progress(done.stderr)) == (0, "")
     assert "vllm serve" in done.stdout
     assert "--max-model-len 96" in done.stdout
+
+
+def test_a_plan_is_exported_for_a_gguf_file(tiny: Path, program: Program, tmp_path: Path) -> None:
+    gguf, file = pytest.importorskip("gguf"), tmp_path / "my model.gguf"
+    writer = gguf.GGUFWriter(file, "chatglm")
+    writer.add_block_count(3)
+    writer.add_tensor("blk.2.attn_q.weight", np.zeros(1024, np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    done = program("plan", tiny, *GPUS, *SIZES, "--export", "llama.cpp", "--gguf", file)
+    assert (done.returncode, without_progress(done.stderr)) == (0, "")
+    assert f"--model '{file}'" in done.stdout
+    assert "2.00 KiB of weights in the file" in done.stdout
 
 
 # Qwen3-4B's, whose head is tied to its embedding.

@@ -42,7 +42,7 @@ _MAGIC = b"GGUF"
 _FURTHER = "nextn_predict_layers"
 _ARRAY = struct.Struct("<IQ")  # type and number of items
 _LENGTH = struct.Struct("<Q")
-_LAYER = re.compile(r"blk\.(\d+)\.")
+_LAYER = re.compile(r"(?:\w+\.)?blk\.(\d+)\.")
 _EXPERTS = re.compile(r"blk\.(\d+)" + EXPERTS)
 _AGAIN = "download or convert the file again"
 
