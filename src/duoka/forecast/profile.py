@@ -178,6 +178,7 @@ class AllocationTrace:
     events before the first matrix product, which allocates cuBLAS's workspace; None without one.
     `sampling_at` is the number of events before tokens are sampled, which no CUDA graph contains.
     `moved_bytes` are the bytes read and written by operations, `launches` the kernels started.
+    `host_bytes` are the bytes of experts' weights that the host reads, `host_flops` its FLOPs.
     """
 
     sizes: tuple[Rule, ...]
@@ -190,6 +191,8 @@ class AllocationTrace:
     flops: Rule = ()
     moved_bytes: Rule = ()
     launches: Rule = ()
+    host_bytes: Rule = ()
+    host_flops: Rule = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,12 +233,13 @@ class BlockKind:
     counts only in the first block that has it. `traces` has one trace for each of the profile's
     regimes. If the weights are offloaded to the host (`Profile.offloading`), `weight_bytes` is
     empty, and `streamed_bytes` are their bytes on the device during a call. In training, `trained`
-    has each parameter with a gradient.
+    has each parameter with a gradient. `expert_bytes` are those of experts that stay on the host.
     """
 
     weight_bytes: tuple[int, ...]
     traces: tuple[AllocationTrace, ...]
     streamed_bytes: int = 0
+    expert_bytes: int = 0
     trained: tuple[TrainedTensor, ...] = ()
 
 

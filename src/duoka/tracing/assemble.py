@@ -10,7 +10,7 @@ from torch import nn
 from duoka.forecast.profile import AllocationTrace, BlockKind, Profile, ProfileBlock, Regime
 from duoka.forecast.tensor_names import NamedTensor
 from duoka.forecast.workload import Conditions
-from duoka.models.quantization import is_composed, parts
+from duoka.models.quantization import is_composed, num_bytes, on_host, parts
 from duoka.runtime.dispatch.place_tensors import empty_modules
 
 from .blocks import ModuleGroup, find_containers
@@ -63,11 +63,18 @@ def as_profile(
     kinds: dict[BlockKind, int] = {}
     blocks = []
     containers = find_containers(model, groups)
+    hosted = {
+        f"{name}.{inner}".rstrip("."): sum(map(num_bytes, part.parameters(recurse=False)))
+        for name, module in on_host(model)
+        for inner, part in module.named_modules()
+    }
     # Quantized weights can't be streamed: their packages load them on the device that computes.
     may_stream = not any(map(is_composed, model.parameters()))
     for index, group in enumerate(groups):
         kind = BlockKind(
-            weight_bytes=weights[index], traces=tuple(traces[index] for _, traces in regimes)
+            weight_bytes=weights[index],
+            expert_bytes=sum(hosted.get(name, 0) for name in group.owners),
+            traces=tuple(traces[index] for _, traces in regimes),
         )
         number = kinds.setdefault(kind, len(kinds))
         caller_block = ties.get(caller_at, caller_at)
@@ -104,8 +111,11 @@ def weights_and_ties(
     sizes: list[list[int]] = [[] for _ in groups]
     first_of = list(range(len(groups)))
     block_by_tensor: dict[int, int] = {}
+    hosts = [name for name, _ in on_host(model)]
     for name, module in model.named_modules():
         if name not in block_of:  # its first buffer was registered after the blocks were found
+            continue
+        if any(is_within(name, hosted) for hosted in hosts):
             continue
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             block = block_of[name]

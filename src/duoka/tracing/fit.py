@@ -191,6 +191,8 @@ def _fit_block(
         sampling_at=raws[0].sampling_at,
         flops=solver.estimate([raw.flops for raw in raws]),
         moved_bytes=solver.estimate([raw.moved_bytes for raw in raws]),
+        host_bytes=solver.estimate([raw.host_bytes for raw in raws]),
+        host_flops=solver.estimate([raw.host_flops for raw in raws]),
         launches=solver.estimate([raw.launches for raw in raws]),
     )
 

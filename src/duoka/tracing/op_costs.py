@@ -62,6 +62,13 @@ def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
+def count_host_work(args: Any, *, is_few: bool) -> tuple[int, int]:
+    """Return the weight bytes that the host reads for experts, and its FLOPs; see `count_bytes`."""
+    _, index, _, num_bytes, experts, flops = args
+    share = min(1.0, index.numel() / experts) if is_few else 1.0
+    return round(share * num_bytes), index.numel() * flops
+
+
 def _count_attention_flops(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -32,7 +32,7 @@ from duoka.runtime.dispatch.arguments import bring, caches_in, caches_of, mapped
 from .blocks import ModuleGroup
 from .boundaries import Moves, observe_calls, replace_calls
 from .memo import BlockMemo, placeholder, producer_of
-from .op_costs import count_bytes, count_flops, count_launches
+from .op_costs import count_bytes, count_flops, count_host_work, count_launches
 from .recorded import AllocId, PassLog, RecordedMicroBatch, RecordedPass, RecordedTrace
 
 
@@ -252,6 +252,11 @@ class Recorder:
         if trace.matmul_at is None and virtual.is_product(func, args):
             trace.matmul_at = len(trace.events)
         if not self.counts_work:
+            return
+        if func is torch.ops.duoka.host_experts.default:
+            num_bytes, num_flops = count_host_work(args, is_few=self._is_few)
+            trace.host_bytes += num_bytes
+            trace.host_flops += num_flops
             return
         trace.flops += count_flops(func, args, kwargs, result)
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)

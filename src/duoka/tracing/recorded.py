@@ -36,7 +36,7 @@ class RecordedTrace:
     it. `retained` are the numbers of allocations that outlive the step, `slots` the order of the
     storages retained by earlier steps. `matmul_at` is the number of events before the first matrix
     product, or None without one; `sampling_at` that before a token is sampled. `moved_bytes` are
-    bytes read and written by kernels.
+    bytes read and written by kernels, `host_bytes` and `host_flops` the work of the host.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -50,6 +50,8 @@ class RecordedTrace:
     flops: int = 0
     moved_bytes: int = 0
     launches: int = 0
+    host_bytes: int = 0
+    host_flops: int = 0
 
     def ids(self) -> Iterator[AllocId]:
         """Yield the ids of the storages freed or read in the trace."""

@@ -5,31 +5,37 @@
 - `composed`: weights made of several tensors; weights of known size without values
 - `stacked`: the quantized weights of a layer's experts in one parameter
 - `experts`: the forward pass of experts with such weights
+- `host_experts`: experts whose weights stay in host memory, where the CPU computes
 - `frozen`: linear layers with frozen quantized weights for training
 - `rows`: quantize into an existing weight some rows at a time
 """
 
 from .choose import notes, quantize_model
 from .composed import StoredWeight, is_composed, num_bytes, parts
-from .experts import has_interface
+from .experts import IMPLEMENTATION
 from .frozen import freeze_quantized
+from .host_experts import expert_modules, has_interface, keep_on_host, on_host
 from .rows import fill_rows, takes_rows
 from .stacked import ExpertStack
 from .weights import Scheme, computes_in, empty_weight, move_weight, quantize
 
 __all__ = [
+    "IMPLEMENTATION",
     "ExpertStack",
     "Scheme",
     "StoredWeight",
     "computes_in",
     "empty_weight",
+    "expert_modules",
     "fill_rows",
     "freeze_quantized",
     "has_interface",
     "is_composed",
+    "keep_on_host",
     "move_weight",
     "notes",
     "num_bytes",
+    "on_host",
     "parts",
     "quantize",
     "quantize_model",

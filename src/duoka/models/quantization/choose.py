@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
 from .composed import empty_on, is_composed, num_bytes
-from .experts import IMPLEMENTATION, has_interface
+from .experts import IMPLEMENTATION
+from .host_experts import has_interface
 from .stacked import quantize_stack, refused_shape
 from .weights import BLOCK, GROUPS, ROWS, Scheme, computes_in, let_compute_in, quantize, require
 

@@ -19,24 +19,27 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from duoka.virtual import add_operator
 
-from .stacked import ExpertStack, Int4Rows, Int4Tiles, Int8Rows, Int8Tiles
+from .host_experts import ON_HOST, compute_on_host, has_interface
+from .stacked import ExpertStack, Int4Rows, Int4Tiles, Int8Rows, Int8Tiles, Unquantized
 from .weights import Nf4Weight
 
 IMPLEMENTATION = "duoka"
 """The name of this forward pass among transformers' implementations of experts."""
 _CLASSES: dict[str, Any] = {
-    cls.__name__: cls for cls in (Int4Tiles, Int8Tiles, Int4Rows, Int8Rows, Nf4Weight)
+    cls.__name__: cls for cls in (Int4Tiles, Int8Tiles, Int4Rows, Int8Rows, Nf4Weight, Unquantized)
 }
 _TILE_ROWS = 64
 """The most tokens in a product on a GPU; bounds the memory of a product."""
 
 
-def has_interface(module: nn.Module) -> bool:
-    """Return True if a module is one of transformers' experts, whose forward can be replaced."""
-    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
-
-
 def forward(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Compute a layer's experts, on the host if their weights stay there; see `compute`."""
+    if getattr(module, ON_HOST, False):
+        return compute_on_host(compute, module, hidden, index, weights)
+    return compute(module, hidden, index, weights)
+
+
+def compute(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sum of each token's experts, [tokens, hidden].
 
     Parameters
@@ -274,6 +277,18 @@ for _name, _compute, _sizes in (
         _library.impl(_name, _compute, _key)
     _library.impl(_name, _empty, "Meta")
     add_operator(getattr(torch.ops.duoka, _name).default, _sizes)
+
+
+def _empty_like(hidden: Tensor, *_: Any) -> Tensor:
+    """Return a result without values, for experts on the host."""
+    return torch.empty_like(hidden)
+
+
+_library.define(
+    "host_experts(Tensor x, Tensor index, Tensor weights, int bytes, int experts, int flops)"
+    " -> Tensor"
+)
+_library.impl("host_experts", _empty_like, "Meta")
 
 
 class _Product(torch.autograd.Function):

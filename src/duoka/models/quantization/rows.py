@@ -22,7 +22,7 @@ _WORKING_ELEMENTS = 2**20
 """About the number of elements to quantize at once; temporaries take some 20 bytes for each."""
 # The dimension of the weight's rows in each part of a quantized weight.
 _ROW_DIMENSION = {
-    "qdata": 0, "numbers": 0, "scale": 0, "zero_point": 0, "packed": 0, "absmax": 0,
+    "qdata": 0, "weight": 0, "numbers": 0, "scale": 0, "zero_point": 0, "packed": 0, "absmax": 0,
     "scale_and_zero": 1,
 }  # fmt: skip
 

@@ -212,6 +212,30 @@ class Int4Rows(Composed):
         return kernel(inputs.to(scales.dtype), weight.packed, group, scales).to(inputs.dtype)
 
 
+class Unquantized(Composed):
+    """A weight in its own dtype; stacks of such weights are multiplied on the host."""
+
+    @staticmethod
+    def tensor_shapes(rows: int, columns: int, dtype: torch.dtype) -> Layout:
+        """Return the shape and dtype of each tensor of a weight [rows, columns]."""
+        return {"weight": ((rows, columns), dtype)}
+
+    @staticmethod
+    def of(weight: Tensor) -> Composed:
+        """Hold a weight [rows, columns]."""
+        return Unquantized({"weight": weight}, weight.shape, weight.dtype)
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [rows, columns] in a dtype."""
+        return self.weight.to(dtype)
+
+    @classmethod
+    def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute `F.linear` of [tokens, columns], without bias."""
+        inputs, weight = args
+        return F.linear(inputs, weight.weight.to(inputs.dtype))
+
+
 _ON_CPU: dict[Any, Any] = {Int4Tiles: Int4Rows, Int8Tiles: Int8Rows}
 """The classes that have another layout on the CPU, with that layout."""
 
@@ -289,6 +313,11 @@ class ExpertStack(Composed):
         stack: Self = cls(tensors, shape, dtype)
         stack.weight_class, stack.is_transposed = weight_class, is_transposed
         return stack
+
+    def for_cpu(self) -> Self:
+        """Allocate a stack of this shape on its own device, in the layout of the CPU."""
+        kind = _ON_CPU.get(self.weight_class, self.weight_class)
+        return self.empty(self, self.device, kind, is_transposed=self.is_transposed)
 
     def empty_on(self, device: torch.device) -> Self:
         """Allocate a stack of this shape on a device, in the layout of the device."""

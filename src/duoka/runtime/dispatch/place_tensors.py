@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from duoka.base.text import is_within, longest_prefix
 from duoka.errors import Faults, ModelError, PlacementError
 from duoka.models.quantization import empty_weight, is_composed, move_weight
+from duoka.models.quantization import on_host as host_experts
 from duoka.planner.placement import Placement
 
 from .copies import carry
@@ -145,8 +146,13 @@ def move_tensors(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
     # up, each of which lives until its last slot is refilled; so no slot may be visited twice.
     placed: dict[int, Tensor] = {}
     done: set[tuple[int, str]] = set()
+    hosts = [name for name, _ in host_experts(model)]
     for name, device in devices.items():
         table, key = slots[name]
+        if device.type != "meta" and any(is_within(name, host) for host in hosts):
+            if table[key].is_meta and is_virtual(device) and active_world().data != "cpu":
+                continue
+            device = torch.device("cpu")
         if (id(table), key) in done:
             continue
         done.add((id(table), key))
