@@ -110,10 +110,11 @@ def _dataclass_schema(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
         definitions[cls.__name__] = {}  # met again inside itself, it is a reference
         hints = typing.get_type_hints(cls)
         names = [field.name for field in fields(cls)]
+        required = [field.name for field in fields(cls) if not is_optional(field)]
         definitions[cls.__name__] = {
             "type": "object",
             "properties": {name: _schema(hints[name], definitions) for name in names},
-            "required": [field.name for field in fields(cls) if not is_optional(field)],
+            "required": required,
             "additionalProperties": False,
         }
     return {"$ref": f"#/$defs/{cls.__name__}"}

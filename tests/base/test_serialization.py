@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from duoka.base.serialization import from_dict, parse_json_object, to_dict
+from duoka.base.serialization import OMIT_DEFAULT, from_dict, parse_json_object, to_dict
 from duoka.errors import FormatError, UsageError
 
 
@@ -141,3 +141,22 @@ def test_bad_json_is_refused(text: str | bytes, message: str) -> None:
 
 def test_good_json_is_parsed() -> None:
     assert parse_json_object('{"a": [1, {"b": null}]}', "the file") == {"a": [1, {"b": None}]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grown:
+    name: str
+    added: Leaf | None = field(default=None, metadata=OMIT_DEFAULT)
+
+
+def test_an_optional_field_is_left_out_at_its_default() -> None:
+    old = {"name": "a"}
+    assert to_dict(Grown(name="a")) == old
+    assert from_dict(Grown, old) == from_dict(Grown, {**old, "added": None}) == Grown(name="a")
+    new = Grown(name="a", added=Leaf(name="b", size=1))
+    assert to_dict(new)["added"]["size"] == 1
+    assert from_dict(Grown, to_dict(new)) == new
+    with pytest.raises(FormatError, match=r"Grown.name: the field is missing"):
+        from_dict(Grown, {"added": None})
+    with pytest.raises(FormatError, match=r"Grown.added.size: expected an integer"):
+        from_dict(Grown, {**old, "added": {**to_dict(new)["added"], "size": "1"}})

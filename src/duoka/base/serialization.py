@@ -1,10 +1,11 @@
 """JSON form of frozen dataclasses: typed, strict, with the path of an invalid field.
 
 What a stage passes to the next one (a profile, a plan) is a tree of frozen dataclasses. The JSON
-form has one key per field and nothing else, except that a field with the metadata `OMIT_DEFAULT` is
-left out while it has its default. A field that is unknown, missing or of another type is an error
-with the field's path, as in ``Plan.forecast.devices[1].weight_bytes``, so that a file of another
-version is never partly accepted. Callers read and write the files and check versions.
+form has one key per field and nothing else. A field that is unknown, missing or of another type is
+an error with the field's path, as in ``Plan.forecast.devices[1].weight_bytes``, so that a file of
+another version is never partly accepted. Only a field with the metadata `OMIT_DEFAULT` is left out
+at its default and may be missing, so that older files stay valid. Callers read and write the files
+and check versions.
 
 Each annotation is compiled once into a function from JSON value to Python value (`_reader`);
 containers call the functions of their items.
@@ -25,10 +26,11 @@ from typing import Any, Literal, TypeVar, Union
 
 from duoka.errors import DuokaError, FormatError
 
+OMIT_DEFAULT: Mapping[str, bool] = {"omit_default": True}
+"""Metadata of a dataclass field whose default value is left out of the JSON form."""
+
 T = TypeVar("T")
 _Reader = Callable[[object], object]
-OMIT_DEFAULT = "omit_default"
-"""Metadata key of fields added later: files written before stay valid and unchanged."""
 _HINT = "the file is damaged, or was written by another version of duoka; create it again"
 
 
@@ -48,9 +50,9 @@ def to_dict(value: object) -> Any:
     """Convert a dataclass and all nested values to dicts, lists and scalars for `json.dumps`."""
     if is_dataclass(value) and not isinstance(value, type):
         return {
-            field.name: to_dict(getattr(value, field.name))
+            field.name: to_dict(item)
             for field in fields(value)
-            if not (is_optional(field) and getattr(value, field.name) == field.default)
+            if (item := getattr(value, field.name)) != field.default or not is_optional(field)
         }
     if isinstance(value, Mapping):
         assert all(isinstance(key, str) for key in value), "JSON keys must be strings"
@@ -67,8 +69,8 @@ def to_dict(value: object) -> Any:
 
 
 def is_optional(field: Field[Any]) -> bool:
-    """Return True if the JSON form leaves the field out while it has its default."""
-    return OMIT_DEFAULT in field.metadata
+    """Return True if the JSON form leaves out the field at its default."""
+    return bool(field.metadata.get("omit_default"))
 
 
 def from_dict(cls: type[T], data: object) -> T:
@@ -235,7 +237,7 @@ def _tuple_reader(arguments: tuple[Any, ...]) -> _Reader:
 
 
 def _dataclass_reader(cls: type) -> _Reader:
-    """Return the reader of an object with exactly the fields of a dataclass, bar optional ones."""
+    """Return the reader of an object with the fields of a dataclass, optional ones if present."""
     hints = typing.get_type_hints(cls)
     readers = {field.name: _reader(hints[field.name]) for field in fields(cls)}
     required = [field.name for field in fields(cls) if not is_optional(field)]

@@ -100,7 +100,7 @@ class Plan:
     request: PlanRequest
     why: tuple[Reason, ...] = ()
     offloaded: tuple[str, ...] = ()
-    host_experts: tuple[str, ...] = field(default=(), metadata={OMIT_DEFAULT: True})
+    host_experts: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
     needs_movers: bool = False
     # Set by `duoka.api`, because the package that formats tables may not be imported here.
     format_table: ClassVar[Callable[[Plan], str]] = repr
