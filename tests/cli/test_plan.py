@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,22 @@ def test_what_serve_refuses_is_not_suggested_with_it(
     assert done.returncode == 7
     assert "--serve --gpus 12GiB --context 8K --quantize int8" in done.stderr
     assert "--offload" not in done.stderr
+
+
+def test_a_declared_host_changes_nothing_but_the_request(
+    tiny: Path, program: Program, tmp_path: Path
+) -> None:
+    asked = ["plan", tiny, *GPUS, *SIZES]
+    absent, declared = program(*asked), program(*asked, "--host-memory", "8GiB,50GB/s")
+    assert (declared.returncode, declared.stdout) == (0, absent.stdout)
+    plain = duoka.Plan.from_json(program(*asked, "--json").stdout)
+    assert "host" not in json.loads(plain.to_json())["request"]
+    saved = tmp_path / "host.plan"
+    program(*asked, "--host-memory", "8GiB,50GB/s", "--save", saved)
+    plan = duoka.Plan.load(saved)
+    host = plan.request.host
+    assert host is not None
+    assert (host.budget_bytes, host.memory_bytes_per_second) == (8 * 2**30, 50e9)
+    assert replace(plan, request=replace(plan.request, host=None)) == plain
+    assert program("plan", "--plan", saved, tiny, "--replan").returncode == 0
+    assert duoka.Plan.load(saved) == plan

@@ -10,7 +10,7 @@ import pytest
 from recordings import replay
 
 from duoka.hardware import calibration
-from duoka.hardware.calibration import Calibration, GpuFigures, LinkFigures
+from duoka.hardware.calibration import Calibration, GpuFigures, HostFigures, LinkFigures
 from duoka.hardware.device import STEP_BYTES
 from duoka.hardware.fleet import Fleet
 
@@ -113,3 +113,29 @@ def test_detected_gpus_are_as_they_were_measured(monkeypatch: pytest.MonkeyPatch
     assert (there.bytes_per_second, there.measured, back.measured) == (5e9, True, False)
     calibration.path_for(driver).unlink()
     assert Fleet.detect("0,1") == before
+
+
+HOST = HostFigures(memory_bytes=64 * GIB, memory_bytes_per_second=5e10, threads=16)
+
+
+def test_the_hosts_figures_are_beside_the_gpus() -> None:
+    old = calibration.keep_calibration(made(FIGURES))
+    assert "host" not in json.loads(old.read_text(encoding="utf-8"))  # as written before there were
+    assert calibration.read_calibration(DRIVER).host is None
+    assert calibration.keep_calibration(replace(made(), host=HOST)) == old
+    assert calibration.read_calibration(DRIVER) == replace(made(FIGURES), host=HOST)
+    calibration.keep_calibration(made(replace(FIGURES, launch_seconds=1e-6)))
+    assert calibration.read_calibration(DRIVER).host == HOST
+    assert HOST.is_of(62 * GIB)
+    assert not HOST.is_of(128 * GIB)
+    assert not HOST.is_of(0)
+    data = json.loads(old.read_text(encoding="utf-8"))
+    data["host"]["threads"] = "16"
+    old.write_text(json.dumps(data), encoding="utf-8")
+    assert calibration.read_calibration(DRIVER) == made()
+
+
+def test_without_a_driver_the_host_alone_is_kept() -> None:
+    calibration.keep_calibration(replace(made(driver=""), host=HOST))
+    assert calibration.read_calibration("").host == HOST
+    assert calibration.read_calibration(DRIVER).host is None

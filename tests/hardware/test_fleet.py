@@ -14,7 +14,7 @@ from recordings import replay
 
 from duoka.base.serialization import from_dict, to_dict
 from duoka.errors import DuokaError, FleetError, UsageError
-from duoka.hardware import catalogue
+from duoka.hardware import catalogue, parse
 from duoka.hardware.device import MAX_DEVICES, RESERVE_BYTES, Device, Link
 from duoka.hardware.fleet import Fleet
 
@@ -322,3 +322,59 @@ def test_finding_devices_and_links() -> None:
     with pytest.raises(FleetError, match="'cuda:2' is not in the fleet") as caught:
         fleet.device("cuda:2")
     assert caught.value.hint == "it has cuda:0, cuda:1"
+
+
+@pytest.mark.parametrize(
+    ("text", "budget", "rate", "told"),
+    [
+        ("64GiB", 64 * GIB, None, "64GiB"),
+        (" 64 GB , 60 GB/s ", 64 * GIB, 60e9, "64GiB,60GB/s"),
+        ("1.5T,0.25TB/s", 3 * 2**39, 250e9, "1536GiB,250GB/s"),
+        ("1000B,1234567890B/s", 1000, 1234567890, "1000B,1.23456789GB/s"),
+    ],
+)
+def test_a_host_is_declared(text: str, budget: int, rate: float | None, told: str) -> None:
+    fleet = Fleet.parse("2xRTX4090+12GiB").with_host(text)
+    assert fleet.names == ("cuda:0", "cuda:1", "cuda:2", "cpu")
+    host = fleet.host
+    assert host is not None
+    assert (host.budget_bytes, host.memory_bytes_per_second) == (budget, rate)
+    assert parse.format_host(host) == told
+    assert parse.read_host(told) == host
+    assert fleet.split_host() == (Fleet.parse("2xRTX4090+12GiB"), host)
+    assert fleet.gpu_generation == Fleet.parse("2xRTX4090+12GiB").gpu_generation
+    assert from_dict(Fleet, to_dict(fleet)) == fleet
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lots", "'lots' is not host memory: 'lots' is not a size"),
+        ("", "'' is not host memory: '' is not a size"),
+        ("64", "'64' is not host memory: '64' is not a size"),
+        ("0GiB", "'0GiB' is not host memory: '0GiB' is not a positive size"),
+        ("2000TiB", "'2000TiB': '2000TiB' is more than 1024.00 TiB"),
+        ("64GiB,", "'64GiB,' is not host memory: '' is not a memory bandwidth"),
+        ("64GiB,60GB", "'64GiB,60GB' is not host memory: '60GB' is not a memory bandwidth"),
+        ("64GiB,0GB/s", "'64GiB,0GB/s' is not host memory: '0GB' is not a positive size"),
+        ("64GiB,1GB/s,2GB/s", "'1GB/s,2GB/s' is not a memory bandwidth"),
+    ],
+)
+def test_what_is_no_host_memory_is_refused(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Fleet.parse("24GiB").with_host(text)
+    assert message in str(caught.value)
+    assert "64GiB,60GB/s" in str(caught.value.hint)
+
+
+def test_a_host_takes_the_place_of_the_processor() -> None:
+    fleet = Fleet.from_max_memory({0: "10GiB", "cpu": "30GiB"})
+    assert fleet.host == fleet.device("cpu")
+    assert fleet.split_host() == (fleet, None)  # modules may run on that one
+    declared = fleet.with_host("5GiB")
+    assert declared.device("cpu").budget_bytes == 5 * GIB
+    assert declared.names == fleet.names
+    alone = Fleet.from_max_memory({"cpu": "30GiB"})
+    assert alone.host is Fleet.parse("24GiB").host is None
+    with pytest.raises(FleetError, match="no device"):
+        alone.with_host("5GiB")

@@ -39,6 +39,8 @@ LINES = (
     "--pin a=b=cuda:0 --pin c=1 --reserve cuda:0=2GiB --reserve cuda:1=1B",
     "--train full --optimizer sgd --master-weights --checkpointing --strategy balanced",
     "--train full --micro-batches 3 --schedule 1f1b --batch 2 --context 64 --offload",
+    "--offload --host-memory 64GB,60GB/s",
+    "--host-memory 1000B",
     "--train lora --optimizer adamw8bit --lora-alpha 4 --lora-dropout 0.1",
     "--train lora --lora-rank 4 --lora-target q_proj --lora-target 'v proj'",
 )
@@ -77,7 +79,7 @@ def test_the_same_is_asked_again(ask: Ask, line: str) -> None:
     # Beside another problem only what differs is said.
     plain = replace(request, workload=Workload(prompt_tokens=9, new_tokens=9), largest=None)
     options, without = change(plain, request)
-    assert {*options}.isdisjoint({"--gpus", "--objective", "--pin", "--offload"})
+    assert {*options}.isdisjoint({"--gpus", "--objective", "--pin", "--offload", "--host-memory"})
     assert set(without) <= {"--context"}
     assert change(request, request) == ((), ())
 

@@ -8,12 +8,13 @@ import pytest
 import tiny
 from tiny import MIB
 
-from duoka import Fleet
+from duoka import Fleet, Workload
 from duoka.errors import FleetError, UsageError
 from duoka.forecast.profile import Profile
 from duoka.forecast.tensor_names import NamedTensor
 from duoka.planner.constraints import Constraints
-from duoka.planner.limits import limits_for, usable
+from duoka.planner.limits import limits_for, on_fleet, usable
+from duoka.planner.request import PlanRequest
 from duoka.planner.search import PlacementLimits
 
 FLEET = tiny.fleet(100, 100, 100)
@@ -119,3 +120,21 @@ def test_a_reserve_that_leaves_nothing_is_refused() -> None:
         usable(FLEET, Constraints(reserve=(("cuda:5", MIB),)))
     with pytest.raises(UsageError, match="reserve of vgpu:0 is given twice"):
         usable(FLEET, Constraints(reserve=(("vgpu:0", MIB), ("0", MIB))))
+
+
+# ── host memory ──
+
+
+def test_a_fleets_host_becomes_part_of_the_request() -> None:
+    fleet = Fleet.parse("virtual:2x1GiB")
+    declared = fleet.with_host("7GiB,50GB/s")
+    problem = on_fleet(PlanRequest(workload=Workload()), declared)
+    assert (problem.fleet, problem.request.host) == (fleet, declared.host)
+    streaming = PlanRequest(workload=Workload(), constraints=Constraints(offload=True))
+    problem = on_fleet(streaming, declared)
+    assert (problem.fleet, problem.request.host) == (declared, declared.host)
+    again = on_fleet(problem.request, fleet)
+    assert again == problem
+    limited = Fleet.from_max_memory({"vgpu:0": "1GiB", "cpu": "30GiB"})
+    problem = on_fleet(PlanRequest(workload=Workload()), limited)
+    assert (problem.fleet, problem.request.host) == (limited, None)

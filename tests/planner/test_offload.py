@@ -24,9 +24,11 @@ from duoka.checker.prove import prove
 from duoka.errors import FleetError, InfeasibleError, UsageError
 from duoka.forecast.profile import Profile
 from duoka.planner.constraints import Constraints
+from duoka.planner.limits import on_fleet
 from duoka.planner.offload import candidates, offloadable, weight_bytes
-from duoka.planner.request import PlanProblem
+from duoka.planner.request import PlanProblem, PlanRequest
 from duoka.planner.solve import find_plan
+from duoka.planner.suggestions import SuggestionSearch
 from duoka.tracing import TraceSpec, trace
 
 LOAD = Workload(prompt_tokens=700, new_tokens=40, dtype="bfloat16", prefill_chunk_tokens=None)
@@ -142,6 +144,24 @@ def test_the_host_has_its_limit_too() -> None:
     plan = find_plan(LAYERS, replace(ask(1), fleet=fleet))
     assert plan.offloaded
     assert "host-unknown" not in [reason.kind for reason in plan.why]
+
+
+def test_a_declared_host_is_one_with_a_limit() -> None:
+    request = PlanRequest(workload=LOAD, constraints=OFFLOAD)
+    fleet = tiny.fleet(345)
+    with pytest.raises(InfeasibleError):
+        find_plan(LAYERS, on_fleet(request, fleet.with_host("110MiB")))
+    plan = find_plan(LAYERS, on_fleet(request, fleet.with_host("120MiB,50GB/s")))
+    assert plan.offloaded == find_plan(LAYERS, ask(345)).offloaded
+    assert "host-unknown" not in [reason.kind for reason in plan.why]
+    assert plan.fleet == fleet
+    assert plan.request.host == fleet.with_host("120MiB,50GB/s").host
+    assert Plan.from_json(plan.to_json()) == plan
+    # Suggestions keep to it as well.
+    plain = on_fleet(replace(request, constraints=Constraints()), fleet.with_host("110MiB"))
+    assert "offload" not in [way.kind for way in SuggestionSearch(LAYERS, plain).run()]
+    plain = on_fleet(plain.request, fleet.with_host("120MiB"))
+    assert "offload" in [way.kind for way in SuggestionSearch(LAYERS, plain).run()]
 
 
 def test_seconds_are_those_of_the_link() -> None:

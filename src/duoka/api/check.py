@@ -125,7 +125,7 @@ def check(
     >>> check(model, {"0": 0, "1": 1}, inputs=(__import__("torch").zeros(1, 4),)).ok
     True
     """
-    fleet = Fleet.parse(fleet) if isinstance(fleet, str) else fleet
+    fleet = Fleet.parse(fleet) if isinstance(fleet, str) else fleet and fleet.split_host()[0]
     strategy = strategy_of(placement)
     placement = placement if strategy is None else None
     if placement is None and fleet is None:

@@ -144,6 +144,11 @@ class PlanOptions(OptionGroup):
         "If nothing else fits, offload as few weights as possible to CPU memory; they are copied "
         "to a GPU for each token, which is slow."
     )
+    host_memory: str | None = _plan(
+        "SIZE[,RATE]",
+        'Host memory for offloaded weights, and optionally its bandwidth: "64GiB,60GB/s". By '
+        "default the memory available on this machine; unknown for declared GPUs.",
+    )
     max_context: bool = _plan_flag("Plan for the longest context that fits, instead of --context.")
     max_batch: bool = _plan_flag(
         "Plan for the largest batch that fits, instead of --batch; with --serve for the largest "

@@ -19,7 +19,7 @@ from duoka.checkpoint.config import is_for_transformers4
 from duoka.checkpoint.tokenizer_files import refuse_unreadable
 from duoka.errors import CheckpointError, ModelError, UsageError
 from duoka.forecast.workload import CACHES, Cache, Training, read_dtype, read_quantization
-from duoka.hardware.parse import devices_in
+from duoka.hardware.parse import devices_in, read_host
 from duoka.planner.constraints import STRATEGIES, Constraints, Strategy, strategy_of
 from duoka.planner.device_map import DeviceMap
 from duoka.planner.from_device_map import OBJECTIVE as GIVEN
@@ -247,6 +247,7 @@ def read_request(
         constraints=read_constraints(options),
         largest=_quantity_to_maximize(options),
         trust_remote_code=model.trust_remote_code,
+        host=None if options.host_memory is None else read_host(options.host_memory),
         most_new_tokens=options.most_new_tokens,
     )
     fleet = read_fleet(request.gpus)

@@ -6,5 +6,5 @@
 - `catalogue`: published figures of common GPUs (`gpus.toml`)
 - `gpu_generation`: memory needs by generation of GPUs
 - `calibration`: measured figures, kept on disk
-- `host`: available host memory
+- `host`: host memory: available bytes, and the device for weights that stay there
 """

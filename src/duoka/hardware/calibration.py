@@ -1,4 +1,4 @@
-"""Calibration: measured speeds and overhead of GPUs, cached on disk by product, driver and torch.
+"""Calibration: measured speeds and overhead of GPUs and the host, cached by driver and torch.
 
 One file has all measurements under one version of the driver and of torch. An invalid or unreadable
 file counts as no measurement. `tools.bench.calibrate` measures; this module stores the figures and
@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from duoka.base.files import cache_directory, read_text, write_whole
 from duoka.base.requirements import installed_version
-from duoka.base.serialization import from_dict, parse_json_object, to_dict
+from duoka.base.serialization import OMIT_DEFAULT, from_dict, parse_json_object, to_dict
 from duoka.base.units import MIB
 from duoka.errors import FormatError
 
@@ -76,13 +76,34 @@ class LinkFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostFigures:
+    """Measured figures of the host.
+
+    - `memory_bytes`: the size of its memory, because machines may share the cache
+    - `memory_bytes_per_second`: rate of reading memory with `threads` threads, torch's number
+    """
+
+    memory_bytes: int
+    memory_bytes_per_second: float
+    threads: int
+
+    def is_of(self, memory_bytes: int) -> bool:
+        """Return True if the figures may be those of a host with this size of memory."""
+        return _is_near(self.memory_bytes, memory_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """All figures that were measured under one version of the driver and of torch."""
+    """All figures that were measured under one version of the driver and of torch.
+
+    Without a driver, as on a machine without a GPU, `driver` is "" and only `host` is measured.
+    """
 
     driver: str
     torch: str
     gpus: tuple[GpuFigures, ...] = ()
     links: tuple[LinkFigures, ...] = ()
+    host: HostFigures | None = field(default=None, metadata=OMIT_DEFAULT)
 
     def of_product(self, product: str, memory_bytes: int | None) -> GpuFigures | None:
         """Find the figures of a product; its memory decides between products of the same name.
@@ -93,17 +114,21 @@ class Calibration:
         if memory_bytes is None or not namesakes:
             return namesakes[0] if len(namesakes) == 1 else None
         nearest = min(namesakes, key=lambda kind: abs(kind.memory_bytes - memory_bytes))
-        # The reported memory varies a little, because drivers reserve a part of it.
-        is_near = abs(nearest.memory_bytes - memory_bytes) * 16 < memory_bytes
-        return nearest if is_near else None
+        return nearest if _is_near(nearest.memory_bytes, memory_bytes) else None
 
     # Figures are keyed by product and memory, links by both UUIDs: a later calibration of some GPUs
     # replaces their figures and keeps all others.
     def joined(self, newer: Calibration) -> Calibration:
-        """Return the calibration with newer figures, which replace older ones of the same GPUs."""
+        """Return the calibration with newer figures, which replace those of the same devices."""
         gpus = {(gpu.product, gpu.memory_bytes): gpu for gpu in (*self.gpus, *newer.gpus)}
         links = {(link.source, link.target): link for link in (*self.links, *newer.links)}
-        return replace(newer, gpus=tuple(gpus.values()), links=tuple(links.values()))
+        host = newer.host or self.host
+        return replace(newer, gpus=tuple(gpus.values()), links=tuple(links.values()), host=host)
+
+
+def _is_near(measured_bytes: int, memory_bytes: int) -> bool:
+    """Return True for equal memories: the reported size varies, because a part is reserved."""
+    return abs(measured_bytes - memory_bytes) * 16 < memory_bytes
 
 
 def torch_version() -> str:

@@ -18,6 +18,7 @@ from . import parse
 from .detect import detect
 from .device import MAX_DEVICES, Device, Link
 from .gpu_generation import GpuGeneration, has_expandable_segments
+from .host import HOST_PRODUCT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +151,15 @@ class Fleet:
         return sum(device.budget_bytes for device in self.devices)
 
     @property
+    def host(self) -> Device | None:
+        """The device ``cpu`` beside GPUs; None if the fleet has no GPU or no ``cpu``.
+
+        Its budget is the memory for weights that stay on the host; its memory bandwidth is None if
+        unknown.
+        """
+        return self.device("cpu") if "cpu" in self.names and len(self.names) > 1 else None
+
+    @property
     def gpu_generation(self) -> GpuGeneration:
         """The generation with the highest memory needs, which the forecast assumes for all GPUs."""
         # A workload has one generation, and any stage may run on any GPU: so the largest workspace
@@ -188,6 +198,46 @@ class Fleet:
                     hint="reserve less, or remove that GPU from --gpus",
                 )
         return replace(self, devices=tuple(_shrink(d, sizes.get(d.name, 0)) for d in self.devices))
+
+    def with_host(self, host: Device | str) -> Fleet:
+        """Return the fleet with host memory for weights, in place of a device ``cpu``.
+
+        No module runs there: a plan uses it with `Constraints(offload=True)` only.
+
+        Parameters
+        ----------
+        host : Device or str
+            A device ``cpu``, such as `host_of_this_machine` returns, or the size and optionally the
+            bandwidth in the form of ``--host-memory``.
+
+        Raises
+        ------
+        FleetError
+            If the fleet has no GPU.
+        UsageError
+            If the text is invalid.
+
+        Examples
+        --------
+        >>> host = Fleet.parse("2xRTX3090").with_host("64GiB,60GB/s").host
+        >>> host.budget_bytes // 2**30, host.memory_bytes_per_second
+        (64, 60000000000.0)
+        """
+        device = parse.read_host(host) if isinstance(host, str) else host
+        gpus = self._only_gpus()
+        return replace(gpus, devices=(*gpus.devices, replace(device, product=HOST_PRODUCT)))
+
+    def split_host(self) -> tuple[Fleet, Device | None]:
+        """Separate the host memory that `with_host` added; None if the fleet has none.
+
+        A ``cpu`` of ``max_memory``, on which modules may run, stays in the fleet.
+        """
+        host = self.host
+        is_declared = host is not None and host.product == HOST_PRODUCT
+        return (self._only_gpus(), host) if is_declared else (self, None)
+
+    def _only_gpus(self) -> Fleet:
+        return self.only([name for name in self.names if name != "cpu"])
 
     def only(self, names: Collection[str]) -> Fleet:
         """Return the fleet of the given devices alone, with the links between them."""

@@ -192,6 +192,13 @@ class Activity(Instance):
     power_limit_watts: float | None = None
 
 
+def driver_version() -> str:
+    """Return the driver's version; "" if there is no driver."""
+    with suppress(FleetError), _session():
+        return _to_text(_query(pynvml.nvmlSystemGetDriverVersion))
+    return ""
+
+
 class NvmlSession:
     """An open session with the driver, to query the GPUs' activity repeatedly."""
 

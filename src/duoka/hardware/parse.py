@@ -22,12 +22,14 @@ from duoka.errors import FleetError, UsageError
 from . import catalogue, gpu_generation
 from .detect import detect, is_detected
 from .device import MAX_DEVICES, RESERVE_BYTES, Device, FleetParts
+from .host import host_device
 from .links import Way, by_nvlink, from_host, links_of, through_host, ways_between
 
 FORMS = (
     'use GPUs of this machine ("2,3", "all"), cards ("2xRTX4090+1xRTX3090"), a budget for each '
     'GPU ("24GiB,12GiB" or "2x24GiB,12GiB"), virtual GPUs ("virtual:2x24GiB")'
 )
+HOST_FORM = "host memory is a size and optionally a bandwidth: 64GiB or 64GiB,60GB/s"
 # fleet  = ["virtual:"] ("all" | entry (("," | "+") entry)*)
 # entry  = [count "x"] device | device "x" count
 # device = index | UUID | size | card | name ":" figure ("," figure)*
@@ -95,6 +97,24 @@ def devices_in(text: str) -> tuple[str, list[str]] | None:
         name = catalogue.find_card(name).name if is_detected(name) else name
         names += [name] * count
     return ("virtual:" if is_virtual else "", names)
+
+
+def read_host(text: str) -> Device:
+    """Parse host memory in the form of ``--host-memory``: "64GiB" or "64GiB,60GB/s"."""
+    size, comma, rate = (part.strip() for part in text.partition(","))
+    speed = _SPEED.fullmatch(rate)
+    if comma and speed is None:
+        problem = f"{_quote(rate)} is not a memory bandwidth"
+        raise UsageError(f"{_quote(text)} is not host memory: {problem}", hint=HOST_FORM)
+    budget = _parse_size(size, text, forms=HOST_FORM)
+    rate_bytes = _parse_size(speed[1], text, parse_bytes, HOST_FORM) if speed else None
+    return host_device(budget, rate_bytes)
+
+
+def format_host(host: Device) -> str:
+    """Format host memory so that `read_host` returns the same budget and bandwidth."""
+    rate = host.memory_bytes_per_second
+    return exact_bytes(host.budget_bytes) + ("" if rate is None else f",{rate / 1e9:.9g}GB/s")
 
 
 def _split_prefix(text: str) -> tuple[str, bool]:
@@ -239,17 +259,20 @@ def _card(product: str, memory_bytes: int) -> Device:
     )
 
 
-def _parse_size(size: str, text: str, parse: Callable[[str], int] = parse_memory) -> int:
-    """Parse a size of at most `_MOST_BYTES`; errors name the whole text of the fleet."""
+def _parse_size(
+    size: str, text: str, parse: Callable[[str], int] = parse_memory, forms: str = FORMS
+) -> int:
+    """Parse a size of at most `_MOST_BYTES`; errors name the whole text and what it should be."""
     try:
         num_bytes = parse(size)
     except UsageError as error:
+        kind = "a fleet" if forms == FORMS else "host memory"
         raise UsageError(
-            f"{_quote(text)} is not a fleet: {error}", hint=f"{error.hint}; {FORMS}"
+            f"{_quote(text)} is not {kind}: {error}", hint=f"{error.hint}; {forms}"
         ) from None
     if num_bytes > _MOST_BYTES:
         raise UsageError(
-            f"{_quote(text)}: {_quote(size)} is more than {format_bytes(_MOST_BYTES)}", hint=FORMS
+            f"{_quote(text)}: {_quote(size)} is more than {format_bytes(_MOST_BYTES)}", hint=forms
         )
     return num_bytes
 

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterator
 
 from duoka.forecast.workload import Training, Workload
+from duoka.hardware.parse import format_host
 
 from .plan import Plan
 from .request import PlanRequest
@@ -47,6 +48,8 @@ def options(request: PlanRequest) -> Options:
             words[name] = tuple(word for item in value for word in (name, str(item)))
         elif value != usual and value is not None:
             words[name] = (name,) if value is True else (name, str(value))
+    if request.host is not None:
+        words["--host-memory"] = ("--host-memory", format_host(request.host))
     # New tokens are part of the context: if one of the two changes, both options are repeated.
     words["--context" if "--context" in words else "--max-context"] += words.pop("--new-tokens", ())
     return {name: option for name, option in words.items() if option}

@@ -17,7 +17,7 @@ from duoka.hardware.device import MAX_DEVICES, Device
 from duoka.hardware.fleet import Fleet
 from duoka.hardware.parse import with_more, with_replaced
 
-from .limits import usable
+from .limits import fleet_for, usable
 from .plan import Plan
 from .request import PlanProblem
 
@@ -106,7 +106,9 @@ def _describe(card: catalogue.Card) -> str:
 def _plan_on(gpus: str, problem: PlanProblem, plan_for: PlanFor) -> Plan | None:
     """Plan the problem on another fleet, parsed as by the command line; None if nothing fits."""
     try:
-        fleet = usable(Fleet.parse(gpus), problem.constraints)
+        offload = problem.constraints.offload
+        fleet = fleet_for(Fleet.parse(gpus), None, offload=offload, host=problem.host)
+        fleet = usable(fleet, problem.constraints)
     except DuokaError:
         return None
     workload = replace(problem.workload, gpu_generation=fleet.gpu_generation)

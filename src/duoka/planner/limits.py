@@ -26,12 +26,17 @@ from .request import LARGEST, PlanProblem, PlanRequest
 from .search import PlacementLimits
 
 
-def fleet_for(fleet: Fleet, device_map: DeviceMap | None, *, offload: bool = False) -> Fleet:
+def fleet_for(
+    fleet: Fleet, device_map: DeviceMap | None, *, offload: bool = False, host: Device | None = None
+) -> Fleet:
     """Add the CPU to a fleet that lacks it, if needed, with the available CPU memory as its budget.
 
     The CPU is needed if the device map names it, and to offload weights if the GPUs are this
-    machine's: the CPU memory of another machine is unknown.
+    machine's: the CPU memory of another machine is unknown. Offloaded weights go to the declared
+    `host` if there is one; nothing else uses it.
     """
+    if offload and host is not None:
+        return fleet.with_host(host)
     is_named = device_map is not None and device_map.names_cpu
     is_present = offload and any(device.uuid for device in fleet.devices)
     if "cpu" in fleet.names or not (is_named or is_present):
@@ -63,12 +68,13 @@ def on_fleet(
             )
     if request.largest is not None:
         choose("largest", request.largest, LARGEST)
-    fleet = Fleet.parse(fleet) if isinstance(fleet, str) else fleet
+    fleet, host = (Fleet.parse(fleet) if isinstance(fleet, str) else fleet).split_host()
+    request = replace(request, host=host or request.host)
     # A device with a UUID is a GPU of this machine, where the allocator's options of this process
     # apply: options that the forecast can't model are refused.
     if any(device.uuid for device in fleet.devices):
         refuse_options()
-    fleet = fleet_for(fleet, device_map, offload=request.constraints.offload)
+    fleet = fleet_for(fleet, device_map, offload=request.constraints.offload, host=request.host)
     for name, target in request.constraints.pins:
         with _naming_pin(name, target):
             find_device(target, fleet)

@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
+from duoka.base.serialization import OMIT_DEFAULT
 from duoka.forecast.costs import ReplayCache
 from duoka.forecast.workload import Workload
+from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 
 from .constraints import Constraints
@@ -30,6 +32,7 @@ class PlanRequest:
     - `gpus`: the fleet in the form of `Fleet.parse`; empty if it was given as an object
     - `largest`: the size to maximize, in place of the workload's; None to plan the workload's sizes
     - `trust_remote_code`: True if the checkpoint's own model code may run
+    - `host`: declared host memory for weights (`Fleet.with_host`); None if not declared
     - `most_new_tokens`: limit of a generation without a limit of its own; no effect on the plan
     """
 
@@ -40,6 +43,7 @@ class PlanRequest:
     constraints: Constraints = field(default_factory=Constraints)
     largest: Largest | None = None
     trust_remote_code: bool = False
+    host: Device | None = field(default=None, metadata=OMIT_DEFAULT)
     most_new_tokens: int | None = field(default=None, compare=False)
 
 

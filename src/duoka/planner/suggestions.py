@@ -176,7 +176,7 @@ class SuggestionSearch:
             return  # a search for the largest size takes minutes here
         constraints = replace(problem.constraints, offload=True)
         try:
-            fleet = fleet_for(problem.fleet, None, offload=True)
+            fleet = fleet_for(problem.fleet, None, offload=True, host=problem.host)
         except DuokaError:
             return  # the size of the CPU memory is unknown
         yield from self._try("offload", replace(problem, fleet=fleet, constraints=constraints))

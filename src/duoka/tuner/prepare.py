@@ -235,7 +235,7 @@ def num_machines() -> int:
 
 def _parse_fleet(gpus: Fleet | str, machines: int) -> Fleet:
     """Return the fleet of a machine; other machines are assumed to have equal GPUs."""
-    fleet = Fleet.parse(gpus) if isinstance(gpus, str) else gpus
+    fleet = Fleet.parse(gpus) if isinstance(gpus, str) else gpus.split_host()[0]
     if machines == 1:
         return fleet
     return replace(fleet, devices=tuple(replace(d, uuid="", pci_address="") for d in fleet.devices))
