@@ -11,9 +11,10 @@ from duoka.base.files import reading
 from duoka.base.progress import say, say_import
 from duoka.base.serialization import to_dict
 from duoka.base.text import choose
-from duoka.base.units import format_bytes
+from duoka.base.units import format_bytes, format_count
 from duoka.errors import UsageError
 from duoka.forecast.workload import QUANTIZED, Cache, read_dtype, read_quantization
+from duoka.hardware.nvml import NoDriverError
 from duoka.planner.resolve import workload_for
 
 from . import planning
@@ -37,7 +38,8 @@ class BenchOptions(OptionGroup):
     cpu: bool = flag("Also run the model on the CPU.")
     calibrate: bool = flag(
         "Measure each GPU's memory overhead, memory bandwidth, matrix throughput, kernel launch "
-        "time and links, and save the results for later plans. Takes less than a minute."
+        "time and links, and the bandwidth of host memory, and save the results for later plans. "
+        "Takes less than a minute."
     )
     quality: Path | None = option(
         "FILE",
@@ -82,11 +84,11 @@ def bench(
         choice.refuse("cache", beside="deployments", hint="it applies to --quality FILE MODEL")
         bench_deployments(choice, options, model)
     elif choice.calibrate:
-        beside, hint = "--calibrate, which measures GPUs only", "also give a MODEL"
+        beside, hint = "--calibrate, which measures the machine only", "also give a MODEL"
         choice.refuse("quantize", "cache", "forecast", "cpu", beside=beside, hint=hint)
         options.refuse("context", "new_tokens", "sequences", "dtype", beside=beside, hint=hint)
         model.refuse("revision", beside=beside, hint=hint)
-        _calibrate(options.gpus or planning.ALL_GPUS, choice.json)
+        _calibrate(options.gpus, choice.json)
     else:
         hint = "give a MODEL, --calibrate, or --quality FILE MODEL"
         raise UsageError("nothing to measure was given", hint=hint)
@@ -160,9 +162,20 @@ def _print_quality(quality: Quality) -> None:
     stdout().print(table)
 
 
-def _calibrate(gpus: str, as_json: bool) -> None:
-    """Measure the GPUs, print the figures, and report the file they were saved in."""
-    fleet = duoka.Fleet.parse(gpus)
+def _fleet_to_measure(gpus: str | None) -> duoka.Fleet | None:
+    """Parse the GPUs to measure; None on a machine without a GPU, if none are given."""
+    try:
+        return duoka.Fleet.parse(gpus or planning.ALL_GPUS)
+    except NoDriverError as error:
+        if gpus is not None:
+            raise
+        note(f"no NVIDIA GPU, so only host memory is measured: {error}")
+        return None
+
+
+def _calibrate(gpus: str | None, as_json: bool) -> None:
+    """Measure the GPUs and the host, print the figures, and report the file they were saved in."""
+    fleet = _fleet_to_measure(gpus)
     with working():
         say_import("torch")
         from duoka.tools.bench.calibrate import calibrate
@@ -180,7 +193,7 @@ def _calibrate(gpus: str, as_json: bool) -> None:
 
 
 def _print_calibration(calibration: Calibration) -> None:
-    """Print a table of the GPU figures, and a line per link."""
+    """Print a table of the GPU figures, a line per link, and a line for the host."""
     table = new_table(
         *("GPU", "outside", "GB/s", "TFLOPs", "fp32", "launch", "from host"),
         caption="outside: memory outside PyTorch's allocator; GB/s of GPU memory; TFLOPs in 16 "
@@ -198,11 +211,15 @@ def _print_calibration(calibration: Calibration) -> None:
             f"{_scaled(gpu.launch_seconds, 1e-6)} µs",
             "–" if from_host is None else _scaled(from_host, 1e9),
         )
-    stdout().print(table)
+    if calibration.gpus:
+        stdout().print(table)
     for link in calibration.links:
         speed, latency = _scaled(link.bytes_per_second, 1e9), _scaled(link.latency_seconds, 1e-6)
         text = f"{link.source} → {link.target}  {speed} GB/s, {latency} µs"
         stdout().print(text, markup=False, soft_wrap=True)
+    if host := calibration.host:
+        threads = format_count(host.threads, "thread")
+        stdout().print(f"host memory  {_scaled(host.memory_bytes_per_second, 1e9)} GB/s, {threads}")
 
 
 def _scaled(value: float, unit: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from duoka.hardware import calibration
 from duoka.hardware.calibration import Calibration, GpuFigures
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
+from duoka.hardware.host import available_bytes, host_of_this_machine, total_bytes
 from duoka.tools.bench import calibrate as calibrating
 from duoka.tools.bench.calibrate import calibrate
 
@@ -35,6 +37,7 @@ FIGURES = GpuFigures(
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(calibrating, "_HOST_BYTES", 64 * MIB)
     return tmp_path / "cache"
 
 
@@ -50,6 +53,7 @@ def test_virtual_gpus_rehearse_and_keep_nothing(
     assert figures["overhead_bytes"] == 0
     assert figures["host_bytes_per_second"] is None
     assert figures["flops_per_second"] > figures["launch_seconds"] > 0
+    assert told["host"]["memory_bytes_per_second"] > 1e8
     assert [(link["source"], link["target"]) for link in told["links"]] == [
         ("vgpu:0", "vgpu:1"),
         ("vgpu:1", "vgpu:0"),
@@ -136,3 +140,45 @@ def test_a_real_gpu_is_measured_in_a_minute() -> None:
     assert figures.flops_per_second > figures.memory_bytes_per_second > 1e9
     assert figures.host_bytes_per_second is not None
     assert {"memory_bytes_per_second", "reserve_bytes"} <= set(Fleet.detect().devices[0].measured)
+
+
+def test_without_a_gpu_the_host_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replay(monkeypatch, "no-driver")
+    assert run(["bench", "--calibrate"]) == 0
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"host memory  [\d.]+ GB/s, \d+ threads?\n", out)
+    assert "only host memory is measured: NVIDIA's management library" in err
+    assert f"saved in {calibration.path_for('')}" in err
+    kept = calibration.read_calibration("").host
+    assert kept is not None
+    assert (kept.threads, kept.memory_bytes) == (torch.get_num_threads(), total_bytes())
+    assert host_of_this_machine().memory_bytes_per_second == kept.memory_bytes_per_second
+    assert run(["bench", "--calibrate", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["driver"], told["gpus"], told["links"]) == ("", [], [])
+    assert told["host"]["threads"] == torch.get_num_threads()
+    assert run(["bench", "--calibrate", "--gpus", "all"]) == 3
+    assert "was not found" in capsys.readouterr().err
+
+
+def test_the_host_is_read_whole_in_a_quarter_of_what_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: list[int] = []
+
+    def timed(call: calibrating.Call, repeats: int, names: object) -> float:
+        words = call.__self__  # type: ignore[attr-defined]
+        assert (call(), repeats) == (1, 1)
+        sizes.append(words.nbytes)
+        return 0.5 / len(sizes)
+
+    monkeypatch.setattr(calibrating, "_time_round", timed)
+    assert (available_bytes() or 0) > 256 * MIB
+    found = calibrating._measure_host()
+    assert {*sizes} == {64 * MIB}
+    assert found.memory_bytes_per_second == float(f"{64 * MIB * 2 * len(sizes):.1e}")
+    monkeypatch.setattr(calibrating, "available_bytes", lambda: 32 * MIB)
+    calibrating._measure_host()
+    assert sizes[-1] == 8 * MIB

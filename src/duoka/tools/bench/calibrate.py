@@ -1,4 +1,4 @@
-"""Calibration: measure the GPUs' speeds and overhead, for planning.
+"""Calibration: measure the speeds and overhead of GPUs, and the host's memory, for planning.
 
 Each rate is measured at the first size with a long enough call, as the median of rounds of calls.
 """
@@ -19,16 +19,17 @@ from torch.nn.functional import linear
 from duoka import models
 from duoka.base.files import why
 from duoka.base.progress import say
-from duoka.base.units import MIB
+from duoka.base.units import GIB, MIB
 from duoka.errors import FleetError, MachineError
 from duoka.forecast.profile import evaluate
 from duoka.forecast.replay_serving import ServingReplay
 from duoka.forecast.serving import StepSize
 from duoka.forecast.workload import Workload
 from duoka.hardware import calibration, nvml
-from duoka.hardware.calibration import Calibration, GpuFigures, LinkFigures
+from duoka.hardware.calibration import Calibration, GpuFigures, HostFigures, LinkFigures
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
+from duoka.hardware.host import available_bytes, total_bytes
 from duoka.planner.placement import Placement
 from duoka.runtime import devices
 from duoka.runtime.call.paged_model import PagedModel
@@ -70,6 +71,7 @@ _MATRIX_BYTES = [MIB << n for n in range(11)]
 _COPIED_BYTES = _MATRIX_BYTES[:9]
 _WIDTHS = [256, 512, 1024, 2048, 4096, 8192, 16384]
 _LATENCY_BYTES = 4096
+_HOST_BYTES = GIB  # more than caches hold
 _WARM_SECONDS = 0.05
 _ROUND_SECONDS = 0.02
 _ROUNDS = 5
@@ -84,13 +86,14 @@ class Calibrated:
     path: Path | None
 
 
-def calibrate(fleet: Fleet) -> Calibrated:
-    """Measure the GPUs of a fleet, and save the figures for later plans.
+def calibrate(fleet: Fleet | None) -> Calibrated:
+    """Measure the GPUs of a fleet and the host's memory, and save the figures for later plans.
 
     Parameters
     ----------
-    fleet : Fleet
-        GPUs of this machine, or virtual GPUs, whose figures are not saved.
+    fleet : Fleet or None
+        GPUs of this machine, or virtual GPUs, beside which nothing is saved. None to measure the
+        host alone.
 
     Raises
     ------
@@ -99,19 +102,22 @@ def calibrate(fleet: Fleet) -> Calibrated:
     MachineError
         If the figures can't be saved.
     """
-    _refuse_declared(fleet)
-    driver = _driver_version(fleet)
-    devices.materialise(fleet)
+    driver = nvml.driver_version()
+    if fleet is not None:
+        _refuse_declared(fleet)
+        driver = _driver_version(fleet)
+        devices.materialise(fleet)
     try:
         result = Calibration(
             driver=driver,
             torch=calibration.torch_version(),
-            gpus=tuple(map(_measure, kinds(fleet))),
-            links=tuple(_measure_links(fleet)),
+            gpus=() if fleet is None else tuple(map(_measure, kinds(fleet))),
+            links=() if fleet is None else tuple(_measure_links(fleet)),
+            host=_measure_host(),
         )
     except torch.OutOfMemoryError as error:
-        raise make_too_small_error(", ".join(fleet.names)) from error
-    if not driver:
+        raise make_too_small_error(", ".join(fleet.names if fleet else ())) from error
+    if fleet is not None and not driver:
         return Calibrated(calibration=result, path=None)
     try:
         return Calibrated(calibration=result, path=calibration.keep_calibration(result))
@@ -172,6 +178,21 @@ def _measure(device: Device) -> GpuFigures:
         float32_flops_per_second=_to_two_digits(single),
         launch_seconds=_to_two_digits(launch),
         host_bytes_per_second=None if host is None else _to_two_digits(host),
+    )
+
+
+def _measure_host() -> HostFigures:
+    """Measure the bandwidth of the host's memory, in at most a quarter of what is available."""
+    say("host memory")
+    size = min(_HOST_BYTES, (available_bytes() or _HOST_BYTES) // 4)
+    # The maximum of 64-bit integers takes less time per byte than the loads. All of torch's threads
+    # first write and then read the same parts, which are in the memory of their own NUMA node.
+    words = torch.ones(size // 8, dtype=torch.int64)
+    seconds = min(_time_round(words.amax, 1, ()) for _ in range(2 * _ROUNDS))
+    return HostFigures(
+        memory_bytes=total_bytes() or size,
+        memory_bytes_per_second=_to_two_digits(words.nbytes / seconds),
+        threads=torch.get_num_threads(),
     )
 
 
