@@ -26,11 +26,11 @@ def pairs(findings: list[Finding]) -> list[tuple[str, str]]:
 def test_memory(tmp_path: Path) -> None:
     write(tmp_path, "proc/meminfo", MEMORY.format(2 * 2**20))
     assert pairs([*host.check_host_memory(Facts(None, tmp_path))]) == [
-        ("warning", "2.00 GiB of CPU memory are free"),
+        ("warning", "2.00 GiB of CPU memory are free, 64.00 GiB in total"),
     ]
     write(tmp_path, "proc/meminfo", MEMORY.format(32 * 2**20))
     assert pairs([*host.check_host_memory(Facts(None, tmp_path))]) == [
-        ("ok", "32.00 GiB of CPU memory are free")
+        ("ok", "32.00 GiB of CPU memory are free, 64.00 GiB in total")
     ]
 
 
@@ -46,7 +46,7 @@ def test_containers_of_both_versions(limit: str, used: str, unlimited: str, tmp_
     write(tmp_path, group + limit, f"{8 * GIB}\n")
     write(tmp_path, group + used, f"{3 * GIB}\n")
     free, container = pairs([*host.check_host_memory(Facts(None, tmp_path))])
-    assert free == ("ok", "5.00 GiB of CPU memory are free")
+    assert free == ("ok", "5.00 GiB of CPU memory are free, 8.00 GiB in total")
     assert container[1] == "memory: a limit of 8.00 GiB for this container, 3.00 GiB used"
     write(tmp_path, group + limit, unlimited)
     (unknown,) = host.check_host_memory(Facts(None, tmp_path))

@@ -12,14 +12,15 @@ from watching import GIB, MIB, live_device
 
 from duoka.report import live
 from duoka.report.live import LiveDevice
+from duoka.tools.top import snapshot
 from duoka.tools.top.show import View
 from duoka.tools.top.snapshot import GpuSnapshot, Monitor
 
 
-def shown(snapshot: GpuSnapshot, *, encoding: str = "utf-8") -> str:
+def shown(moment: GpuSnapshot, *, encoding: str = "utf-8") -> str:
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="backslashreplace")
     console = Console(file=file, width=80, color_system=None)
-    console.print(View(snapshot, " · leave" if encoding == "utf-8" else ""))
+    console.print(View(moment, " · leave" if encoding == "utf-8" else ""))
     file.flush()
     buffer = file.buffer
     assert isinstance(buffer, io.BytesIO)
@@ -29,6 +30,8 @@ def shown(snapshot: GpuSnapshot, *, encoding: str = "utf-8") -> str:
 def looked(*devices: LiveDevice) -> GpuSnapshot:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(live, "read_memory", lambda: list(devices))
+        patch.setattr(snapshot, "total_bytes", lambda: 64 * GIB)
+        patch.setattr(snapshot, "available_bytes", lambda: 52 * GIB)
         return Monitor().look()
 
 
@@ -51,6 +54,8 @@ def test_a_virtual_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "  now                  0.25     0.12     0.06     0.56     1.00",
         "  plan                 0.25     0.12     0.06     1.56     2.00",
         "2.00 GiB stay free at the planned peak",
+        "",
+        "host memory · 12.00 GiB of 64.00 GiB",
         "",
         "█ weights  ▓ KV cache  ▒ activations  ░ overhead  x others  · free  ",
     ]
@@ -85,7 +90,10 @@ def test_what_is_to_be_feared(machine: Recording) -> None:
 
 def test_nothing_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     replay(monkeypatch, "no-driver")
-    assert shown(looked()).splitlines()[2:] == ["this user runs no duoka process"]
+    lines = ["this user runs no duoka process", "", "host memory · 12.00 GiB of 64.00 GiB"]
+    assert shown(looked()).splitlines()[2:] == lines
+    unknown = replace(looked(), host_available_bytes=None)
+    assert shown(unknown).splitlines()[2:] == lines[:1]
     replay(monkeypatch, "fell-off")
     text = shown(looked())
     assert "this user runs no duoka process" in text

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from duoka.base.requirements import unmet_requirements, versions_outside_range
 from duoka.base.units import GIB, MIB, format_bytes
-from duoka.hardware.host import available_bytes, container_memory
+from duoka.hardware.host import available_bytes, container_memory, total_bytes
 
 from .facts import Facts, Finding, or_ok
 
@@ -21,7 +21,9 @@ def check_host_memory(facts: Facts) -> Iterator[Finding]:
     if available is None:
         yield Finding("note", "the free CPU memory is unknown")
     else:
-        text = f"{format_bytes(available)} of CPU memory are free"
+        total = total_bytes(facts.root)
+        size = "" if total is None else f", {format_bytes(total)} in total"
+        text = f"{format_bytes(available)} of CPU memory are free{size}"
         meaning = (
             "loading needs several hundred MiB, torch and transformers as much, offloading more"
         )

@@ -42,6 +42,10 @@ class View:
         columns = min(options.max_width, _WIDEST_BAR)
         for gpu in snapshot.gpus:
             yield from self._gpu(gpu, columns, ascii_only=options.ascii_only)
+        total, available = snapshot.host_total_bytes, snapshot.host_available_bytes
+        if total is not None and available is not None:
+            used = f" · {format_bytes(total - available)} of {format_bytes(total)}"
+            yield Text("\nhost memory", style="bold").append(used, style="not bold")
         if snapshot.gpus:
             kinds = [*self._kinds, "others", "free"]
             yield Text("\n") + draw_legend(kinds, ascii_only=options.ascii_only)

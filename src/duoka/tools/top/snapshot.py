@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 from duoka.errors import DuokaError
 from duoka.hardware import nvml
+from duoka.hardware.host import available_bytes, total_bytes
 from duoka.report import live
 
 
@@ -49,11 +50,16 @@ class GpuNow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSnapshot:
-    """State of all GPUs at a moment, with notes about missing data."""
+    """State of all GPUs and of host memory at a moment, with notes about missing data.
+
+    `host_total_bytes` and `host_available_bytes` are within a container's limit; None if unknown.
+    """
 
     time: str
     gpus: tuple[GpuNow, ...]
     notes: tuple[str, ...] = ()
+    host_total_bytes: int | None = None
+    host_available_bytes: int | None = None
 
 
 class Monitor:
@@ -84,6 +90,8 @@ class Monitor:
             time=datetime.now(UTC).isoformat(timespec="milliseconds"),
             gpus=tuple(gpus),
             notes=notes,
+            host_total_bytes=total_bytes(),
+            host_available_bytes=available_bytes(),
         )
 
 
