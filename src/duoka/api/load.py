@@ -173,7 +173,7 @@ def prove_here(plan: Plan, opened: OpenedModel, download_progress: Progress | No
     gc.collect()  # reference cycles keep the memory of a closed engine
     devices.give_back()
     plan = plan.on_this_machine()
-    refuse_more(plan.forecast.host_bytes)
+    refuse_more(plan.forecast.host_bytes + plan.forecast.expert_bytes)
     say("proving the plan on virtual GPUs")
     prove(plan, opened.model)
     opened.checkpoint = checkpoint.fetch(download_progress)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import duoka
 from duoka.api.plan import plan_copies, plan_request
@@ -20,7 +20,7 @@ from duoka.checkpoint.tokenizer_files import refuse_unreadable
 from duoka.errors import CheckpointError, ModelError, UsageError
 from duoka.forecast.workload import CACHES, Cache, Training, read_dtype, read_quantization
 from duoka.hardware.parse import devices_in, read_host
-from duoka.planner.constraints import STRATEGIES, Constraints, Strategy, strategy_of
+from duoka.planner.constraints import STRATEGIES, Constraints, Experts, Strategy, strategy_of
 from duoka.planner.device_map import DeviceMap
 from duoka.planner.from_device_map import OBJECTIVE as GIVEN
 from duoka.planner.limits import given_back
@@ -290,6 +290,7 @@ def read_constraints(options: PlanOptions) -> Constraints:
             for device, size in _read_pairs("--reserve", options.reserve or (), "cuda:0=2GiB")
         ),
         offload=options.offload,
+        experts=cast(Experts, options.experts or "auto"),
     )
 
 

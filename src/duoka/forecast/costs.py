@@ -60,14 +60,19 @@ class Costs:
 
     A stage is a half-open range of the `chain`. Its place is the number of stages from it to the
     last, itself included, which determines the micro-batches in flight in training. The workload
-    must have its prefill chunk and dtype resolved.
+    must have its prefill chunk and dtype resolved. `host` computes experts on the host.
     """
 
     def __init__(
-        self, profile: Profile, workload: Workload, cache: ReplayCache | None = None
+        self,
+        profile: Profile,
+        workload: Workload,
+        cache: ReplayCache | None = None,
+        host: Device | None = None,
     ) -> None:
         cache = cache or ReplayCache()
         self.profile = profile
+        self.host = host
         self.workload = workload
         self.training = workload.training
         self._brief = replay_of(profile, workload, brief=True)
@@ -264,7 +269,7 @@ class Costs:
     def latency(self) -> LatencyModel:
         """The latency model of the blocks of the chain, created on first use."""
         if self._latency is None:
-            self._latency = LatencyModel(self._brief, self.places)
+            self._latency = LatencyModel(self._brief, self.places, self.host)
         return self._latency
 
     def seconds(self, device: Device) -> NDArray[np.float64] | None:

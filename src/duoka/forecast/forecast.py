@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from duoka.base.serialization import OMIT_DEFAULT
 
 from .latency import Seconds
 from .serving_speed import ServingSpeed, StepSeconds
@@ -25,6 +27,8 @@ class Forecast:
     copy_seconds : float, optional
         Seconds to copy `host_bytes` in each step; None if nothing is offloaded or a host link's
         speed is unknown.
+    expert_bytes : int
+        Bytes of experts' weights in the host's memory, where the CPU computes.
     serving_speeds : tuple of ServingSpeed
         For a paged cache if speeds are known: decode speeds for one request up to the batch.
     step_seconds : StepSeconds, optional
@@ -35,5 +39,6 @@ class Forecast:
     seconds: Seconds | None = None
     host_bytes: int = 0
     copy_seconds: float | None = None
+    expert_bytes: int = field(default=0, metadata=OMIT_DEFAULT)
     serving_speeds: tuple[ServingSpeed, ...] = ()
     step_seconds: StepSeconds | None = None

@@ -37,6 +37,12 @@ from .replay import Replay, sample
 
 Floats: TypeAlias = NDArray[np.float64]
 
+HOST_BYTES_PER_SECOND = 40e9
+"""Bandwidth of a host's memory if unknown: two channels of DDR4."""
+HOST_FLOPS_PER_SECOND = 500e9
+"""Rate of a host's matrix products if unknown: a desktop CPU with AVX2."""
+HOST_WAIT_SECONDS = 50e-6
+"""Seconds of a layer whose experts are on the host, for its copies and for waking threads."""
 LAUNCH_SECONDS = 5e-6
 """Seconds to launch a kernel if not measured: about the host's time for one PyTorch operator."""
 
@@ -135,6 +141,15 @@ def _overlap(device: Device, arithmetic: Floats, traffic: Floats, launches: Floa
     return np.asarray(kernels + launches)
 
 
+def _seconds_on_host(num_bytes: Floats, flops: Floats, host: Device | None) -> Floats:
+    """Return the seconds of a block's experts on the host, while its GPU waits."""
+    bandwidth = host and host.memory_bytes_per_second
+    rate = host and host.flops_per_second
+    reading = num_bytes / (bandwidth or HOST_BYTES_PER_SECOND)
+    computing = flops / (rate or HOST_FLOPS_PER_SECOND)
+    return np.asarray(np.maximum(reading, computing) + HOST_WAIT_SECONDS * (num_bytes > 0))
+
+
 class LatencyModel:
     """Seconds of a request at the places of a chain of blocks.
 
@@ -143,8 +158,11 @@ class LatencyModel:
     sent to a stage that begins at each place; in training, gradients sent back are included.
     """
 
-    def __init__(self, replay: Replay, places: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, replay: Replay, places: Sequence[Sequence[int]], host: Device | None = None
+    ) -> None:
         self._profile: Profile = replay.profile
+        self._host = host
         self._workload = replay.workload
         self._places = places
         workload = self._workload
@@ -160,6 +178,10 @@ class LatencyModel:
         self._values = np.array([step.values for step in self._steps], np.float64)
         self._place_seconds: dict[tuple[object, ...], Floats] = {}
         self._work = {kind: self._work_of(kind) for kind in self._kinds()}
+        self._host_seconds = {
+            kind: _seconds_on_host(bytes_read, flops, host)
+            for kind, (*_, bytes_read, flops) in self._work.items()
+        }
         kinds = [block.kind for block in self._profile.blocks]
         # The tensors sent over a cut depend on the kinds of the two blocks at the cut: the first
         # block of a stage, and the last block of the stage before.
@@ -169,6 +191,13 @@ class LatencyModel:
         ends = np.array([*(boundaries[cut] @ self._weights.T for cut in cuts), np.zeros((2, 2))])
         self.boundary_bytes: Floats = ends[:, 0].T
         self.boundary_transfers: Floats = ends[:, 1].T
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes of experts' weights that the host reads in a decode step; 0 without decode steps."""
+        blocks = [self._profile.blocks[block] for place in self._places for block in place]
+        read = sum(float(self._weights[1] @ self._work[block.kind][3]) for block in blocks)
+        return read / self._num_decodes if self._num_decodes else 0.0
 
     def seconds_on(self, device: Device) -> Floats | None:
         """[(prefill, decode), places]: seconds on a device; None if a speed of it is unknown."""
@@ -199,7 +228,8 @@ class LatencyModel:
                 _overlap(device, flop / flops, size / bandwidth, count * launch),
                 copies.get(kind, 0.0),
             )
-            for kind, (flop, size, count) in self._work.items()
+            + self._host_seconds[kind]
+            for kind, (flop, size, count, _, _) in self._work.items()
         }
 
     def _copies(self, device: Device) -> dict[int, float] | None:
@@ -295,13 +325,14 @@ class LatencyModel:
         return {self._profile.blocks[block].kind for place in self._places for block in place}
 
     def _work_of(self, kind: int) -> Floats:
-        """[3, steps]: FLOPs, bytes read and written, and launches of a kind of block."""
+        """[5, steps]: FLOPs, bytes and launches of a kind of block; bytes and FLOPs on the host."""
         traces = self._profile.kinds[kind].traces
-        work = np.zeros((3, len(self._steps)))
+        work = np.zeros((5, len(self._steps)))
         for regime in {step.regime for step in self._steps}:
             trace = traces[regime]
             steps = [index for index, step in enumerate(self._steps) if step.regime == regime]
             rules = [trace.flops, trace.moved_bytes, trace.launches]
+            rules += [trace.host_bytes, trace.host_flops]
             work[:, steps] = _evaluate_at(rules, self._values[steps])
         return work
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -243,6 +244,28 @@ class BlockKind:
     trained: tuple[TrainedTensor, ...] = ()
 
 
+# With its experts on the host, a layer makes other allocations than on the GPU, so its output has
+# another number. A layer reads and frees the allocations of the layer before in the same order in
+# both profiles: the n-th reference of one is the n-th of the other.
+@cache
+def _after(kind: BlockKind, other: BlockKind) -> BlockKind:
+    """Return a kind that follows a block as `other` does, the same block in another profile."""
+    traces = []
+    for trace, like in zip(kind.traces, other.traces, strict=True):
+        pairs = zip(_earlier(trace), _earlier(like), strict=True)
+        refs: dict[Ref, Ref] = dict(pairs)
+        events = tuple(event and refs.get(event, event) for event in trace.events)
+        reads = tuple(replace(read, ref=refs.get(read.ref, read.ref)) for read in trace.reads)
+        traces.append(replace(trace, events=events, reads=reads))
+    return replace(kind, traces=tuple(traces))
+
+
+def _earlier(trace: AllocationTrace) -> list[Ref]:
+    """Return the references to the allocations of other blocks in the same step."""
+    refs = [*trace.events, *(read.ref for read in trace.reads)]
+    return [ref for ref in refs if ref is not None and ref.origin == "earlier"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileBlock:
     """Modules that must be together on one device.
@@ -253,7 +276,8 @@ class ProfileBlock:
     parameter with it or whose device its work needs; None if there is no such block. `inside` are
     the first blocks of the containers of this block, outermost first: arguments of a container go
     to the device of its first block. A block `streams` if its tensors are used only within calls of
-    its modules, so that its weights may be copied to the device for each call.
+    its modules, so that its weights may be copied to the device for each call. `experts` are the
+    modules inside whose weights can stay in host memory.
     """
 
     modules: tuple[str, ...]
@@ -261,6 +285,7 @@ class ProfileBlock:
     tied_to: int | None = None
     inside: tuple[int, ...] = ()
     streams: bool = False
+    experts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -373,6 +398,35 @@ class Profile:
                 kind = replace(kind, weight_bytes=(), streamed_bytes=streamed)
             changed.append(replace(block, kind=number.setdefault(kind, len(number))))
         return replace(self, blocks=tuple(changed), kinds=tuple(number))
+
+    def hosting(self, blocks: Collection[int], hosted: Profile) -> Profile:
+        """Return the profile with the experts of the given blocks on the host.
+
+        `hosted` is the profile with the experts of all blocks there.
+        """
+        assert self.regimes == hosted.regimes, "code paths don't depend on where experts are"
+        number: dict[BlockKind, int] = {}
+        changed = []
+        for index, block in enumerate(self.blocks):
+            profile = hosted if index in blocks else self
+            before = hosted if index - 1 in blocks else self
+            kind = profile.kinds[profile.blocks[index].kind]
+            if before is not profile:
+                kind = _after(kind, before.kinds[before.blocks[index].kind])
+            changed.append(replace(block, kind=number.setdefault(kind, len(number))))
+        conditions = hosted.conditions if blocks else self.conditions
+        return replace(self, blocks=tuple(changed), kinds=tuple(number), conditions=conditions)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of experts whose weights stay in host memory."""
+        return sum(self.kinds[block.kind].expert_bytes for block in self.blocks)
+
+    @property
+    def host_experts(self) -> tuple[str, ...]:
+        """The modules of experts whose weights stay in host memory, in execution order."""
+        on_host = [block for block in self.blocks if self.kinds[block.kind].expert_bytes]
+        return tuple(name for block in on_host for name in block.experts)
 
     def key_of(self, block: int, ref: Ref, regime: int) -> Key:
         """Return the key of the allocation that a reference in a block's trace means."""

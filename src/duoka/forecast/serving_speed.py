@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 
+from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 
 from .latency import LatencyModel, Seconds, refuse_impossible
@@ -93,6 +94,7 @@ def step_seconds(
     places: Sequence[Sequence[int]],
     stages: Sequence[tuple[str, int, int]],
     fleet: Fleet,
+    host: Device | None = None,
 ) -> StepSeconds | None:
     """Return the seconds of prefill steps of a placement; None if a device's speed is unknown."""
     size = max(2, Capacity.of(workload).step_tokens)
@@ -107,7 +109,7 @@ def step_seconds(
             prefill_chunk_tokens=size,
             pages=None,
         )
-        model = LatencyModel(ServingReplay(profile, prompt_workload, brief=True), places)
+        model = LatencyModel(ServingReplay(profile, prompt_workload, brief=True), places, host)
         seconds = model.seconds_of(stages, fleet)
         return None if seconds is None else seconds.first_token_seconds
 
@@ -129,6 +131,7 @@ def serving_speeds(
     places: Sequence[Sequence[int]],
     stages: Sequence[tuple[str, int, int]],
     fleet: Fleet,
+    host: Device | None = None,
 ) -> Iterator[ServingSpeed]:
     """Yield the speeds of a placement for several loads; nothing if a device's speed is unknown.
 
@@ -141,7 +144,7 @@ def serving_speeds(
         """Return the seconds of decoding for this number of concurrent requests."""
         load = replace(workload, batch=requests, prompt_tokens=half, new_tokens=2, pages=None)
         replay = ServingReplay(profile, load, brief=True)
-        return LatencyModel(replay, places).seconds_of(stages, fleet)
+        return LatencyModel(replay, places, host).seconds_of(stages, fleet)
 
     numbers = {workload.batch, *(n for n in _LOADS if n < workload.batch)}
     for requests in sorted(numbers):

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, SupportsIndex, get_args
 
+from duoka.base.serialization import OMIT_DEFAULT
 from duoka.base.text import choose
 from duoka.base.units import format_count
 from duoka.errors import UsageError
 from duoka.hardware.gpu_generation import GpuGeneration
 
+ALL_EXPERTS = ("*",)
+"""`Workload.host_experts` for the experts of all layers."""
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 Cache = Literal["dynamic", "int8", "paged", "paged-int8"]
@@ -143,6 +146,7 @@ class Conditions:
     before_ampere: bool = False
     has_block_tables: bool = False
     training: Training | None = None
+    host_experts: bool = False
 
     @property
     def is_paged(self) -> bool:
@@ -204,6 +208,9 @@ class Workload:
         Generation of the GPUs; planning sets it to that of the fleet.
     training : Training, optional
         Settings of training on a batch of sequences; None for inference.
+    host_experts : tuple of str
+        Names of the modules of experts whose weights stay in host memory, where the CPU computes;
+        `ALL_EXPERTS` for all of a model. Planning sets it (`Constraints.experts`).
 
     Raises
     ------
@@ -233,6 +240,7 @@ class Workload:
     cuda_graphs: bool | int = True
     gpu_generation: GpuGeneration = field(default_factory=GpuGeneration)
     training: Training | None = None
+    host_experts: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
         for name in ("batch", "prompt_tokens"):
@@ -391,6 +399,7 @@ class Workload:
             before_ampere=self.gpu_generation.before_ampere,
             has_block_tables=self.page_tokens == BLOCK_TABLE_PAGE_TOKENS,
             training=training,
+            host_experts=bool(self.host_experts),
         )
 
     def resolved(self, *, dtype: str) -> Workload:

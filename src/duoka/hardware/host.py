@@ -29,7 +29,7 @@ def refuse_more(num_bytes: int) -> None:
     available = available_bytes()
     if available is not None and num_bytes > available:
         raise FleetError(
-            f"the plan offloads {format_bytes(num_bytes)} of weights to CPU memory, and only "
+            f"the plan keeps {format_bytes(num_bytes)} of weights in host memory, and only "
             f"{format_bytes(available)} are available",
             hint="free CPU memory, or plan with more or larger GPUs",
         )

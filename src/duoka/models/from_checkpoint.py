@@ -45,6 +45,8 @@ def build_model(checkpoint: Checkpoint, workload: Workload) -> PreTrainedModel:
         )
     else:
         models.hold_as_stored(model, sort_tensors(method, tensors), tensors)
+    if workload.host_experts:
+        quantization.keep_on_host(model, workload.host_experts)
     return model
 
 

@@ -113,6 +113,7 @@ def _option_values(request: PlanRequest) -> Iterator[tuple[str, object, object]]
     yield "--pin", tuple(f"{name}={device}" for name, device in constraints.pins), None
     yield "--reserve", tuple(f"{at}={size}B" for at, size in constraints.reserve), None
     yield "--offload", constraints.offload, False
+    yield "--experts", constraints.experts, "auto"
 
 
 def _option(name: str) -> str:

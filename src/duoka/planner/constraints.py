@@ -6,14 +6,17 @@ are validated in `limits`, where the model and the fleet are known.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from duoka.base.serialization import OMIT_DEFAULT
 from duoka.base.text import choose
 from duoka.errors import UsageError
 
 Strategy = Literal["auto", "balanced", "sequential"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+Experts = Literal["auto", "gpu", "host"]
+EXPERTS: tuple[Experts, ...] = get_args(Experts)
 
 _SHOWN = 60
 _LOW_FIRST = "balanced_low_0"
@@ -36,6 +39,9 @@ class Constraints:
         Pairs of a device and the bytes to subtract from its budget.
     offload : bool
         True to keep weights in CPU memory if they don't fit the GPUs.
+    experts : {"auto", "gpu", "host"}
+        "host" keeps all experts in host memory, where the CPU computes; "auto" keeps the experts of
+        as few layers there as possible, if the host's memory is known; "gpu" keeps none there.
 
     Raises
     ------
@@ -52,9 +58,11 @@ class Constraints:
     pins: tuple[tuple[str, str], ...] = ()
     reserve: tuple[tuple[str, int], ...] = ()
     offload: bool = False
+    experts: Experts = field(default="auto", metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
         choose("the strategy", self.strategy, STRATEGIES)
+        choose("the place of experts", self.experts, EXPERTS)
         devices: dict[str, str] = {}
         for name, device in self.pins:
             if devices.setdefault(name, device) != device:

@@ -7,7 +7,7 @@ placement that satisfies the constraints fits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from duoka.base.text import choose
@@ -17,7 +17,7 @@ from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Workload
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
-from duoka.hardware.host import available_bytes
+from duoka.hardware.host import available_bytes, host_of_this_machine
 
 from .constraints import Constraints
 from .device_map import DeviceMap, Spelling, find_device
@@ -48,6 +48,15 @@ def fleet_for(
             hint='give a budget: Fleet.from_max_memory({0: "24GiB", "cpu": "30GiB"})',
         )
     return replace(fleet, devices=(*fleet.devices, Device(name="cpu", budget_bytes=budget)))
+
+
+def host_of(problem: PlanProblem) -> Device | None:
+    """Return the host's memory for weights: declared, or this machine's; None if unknown."""
+    if problem.host is not None or not any(device.uuid for device in problem.fleet.devices):
+        return problem.host
+    with suppress(FleetError):
+        return host_of_this_machine()
+    return None
 
 
 def on_fleet(

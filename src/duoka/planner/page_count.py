@@ -50,7 +50,7 @@ def fill(
         if plan.objective == "pages":
             bound = plan.bound + least_pages(workload)
             plan = replace(plan, value=float(workload.pages), bound=bound)
-    stages_at = costs.profile, workload, costs.places, runs, fleet
+    stages_at = costs.profile, workload, costs.places, runs, fleet, costs.host
     forecast = replace(
         plan.forecast,
         serving_speeds=tuple(serving_speeds(*stages_at)),

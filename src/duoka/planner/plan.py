@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
 from duoka.base.files import read_text, reading, write_whole
-from duoka.base.serialization import OMIT_DEFAULT, from_dict, parse_json_object, to_dict
+from duoka.base.serialization import from_dict, parse_json_object, to_dict
 from duoka.base.units import format_bytes
 from duoka.checkpoint.checkpoint import differences
 from duoka.errors import FleetError, FormatError
@@ -73,9 +73,6 @@ class Plan:
     offloaded : tuple of str
         Modules whose weights stay in CPU memory, in execution order. The weights of a module are
         copied to its device at each call.
-    host_experts : tuple of str
-        Modules of experts whose weights are in host memory, in execution order, such as
-        "model.layers.5.mlp.experts". The rest of their layers is on the GPU of the layer.
     needs_movers : bool
         True if inputs of modules must be moved even on a single device, because the model's code
         creates tensors on the CPU.
@@ -100,7 +97,6 @@ class Plan:
     request: PlanRequest
     why: tuple[Reason, ...] = ()
     offloaded: tuple[str, ...] = ()
-    host_experts: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
     needs_movers: bool = False
     # Set by `duoka.api`, because the package that formats tables may not be imported here.
     format_table: ClassVar[Callable[[Plan], str]] = repr
@@ -118,6 +114,11 @@ class Plan:
         )
         if not is_consistent:
             raise FormatError("its devices, modules, workload and fingerprints are inconsistent")
+
+    @property
+    def host_experts(self) -> tuple[str, ...]:
+        """The modules of experts whose weights stay in host memory, in execution order."""
+        return self.workload.host_experts
 
     @property
     def device_map(self) -> dict[str, str]:

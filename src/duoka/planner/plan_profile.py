@@ -21,9 +21,15 @@ def cached_profile(plan: Plan) -> Profile | None:
     """Return the cached profile of a plan's model; None if the cache has none."""
     # A profile that is valid for one workload only is cached under the requested workload.
     requested = replace(plan.request.workload, dtype=plan.workload.dtype)
-    return find_profile(plan.fingerprint, plan.workload) or find_profile(
+    profile = find_profile(plan.fingerprint, plan.workload) or find_profile(
         plan.fingerprint, requested
     )
+    if profile is None or not plan.host_experts:
+        return profile
+    on_gpus = find_profile(plan.fingerprint, replace(plan.workload, host_experts=()))
+    names = frozenset(plan.host_experts)
+    blocks = [at for at, block in enumerate(profile.blocks) if names.intersection(block.experts)]
+    return on_gpus and on_gpus.hosting(blocks, profile)
 
 
 def needed_profile(plan: Plan, what_for: str) -> Profile:

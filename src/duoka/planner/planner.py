@@ -11,17 +11,18 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from duoka.base.units import format_bytes, format_count
-from duoka.errors import InfeasibleError, UsageError
+from duoka.errors import DuokaError, InfeasibleError, UsageError
 from duoka.forecast.costs import Costs
 from duoka.forecast.forecast import Forecast
 from duoka.forecast.profile import Profile
 from duoka.forecast.stage_bytes import StageBytes
-from duoka.forecast.workload import Workload
+from duoka.forecast.workload import ALL_EXPERTS, Workload
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 
 from . import search
-from .limits import limits_for, reserves
+from .host_experts import HostSearch
+from .limits import host_of, limits_for, reserves
 from .offload import candidates, lightest
 from .page_count import fill
 from .placement import Placement
@@ -31,12 +32,14 @@ from .reasons import (
     chunk_reason,
     demand_reasons,
     gpus_reason,
+    host_reason,
     offload_reason,
     room_reasons,
 )
 from .request import PlanProblem
 from .room import preferences
 from .search import KnownBytes, NoPlacement, PlacementLimits, Solution
+from .search.dynamic_programme import Stages
 
 _CHUNK_TOKENS = (8192, 4096, 2048, 1024, 512)
 _LEAST_REPORTED_BYTES = 4096
@@ -71,7 +74,13 @@ def place_best(profile: Profile, problem: PlanProblem, *, leave_room: bool = Tru
     assert problem.device_map is None, "from_device_map follows maps"
     _refuse_unplannable(profile, problem)
     gpu_problem = _restrict_to_gpus(profile, problem)
-    plan = _place_by_preference(profile, gpu_problem, leave_room=leave_room)
+    plan: Plan | NoPlacement | None = None
+    if problem.constraints.experts != "host":
+        plan = _place_by_preference(profile, gpu_problem, leave_room=leave_room)
+    if not isinstance(plan, Plan):
+        plan = _place_with_host(profile, gpu_problem, plan) or plan
+    if plan is None:
+        raise _no_host_experts(profile, gpu_problem)
     if isinstance(plan, NoPlacement):
         shortage = plan
         gpus = gpu_problem.fleet.devices
@@ -89,6 +98,9 @@ def place_best(profile: Profile, problem: PlanProblem, *, leave_room: bool = Tru
 def is_conceivable(profile: Profile, problem: PlanProblem) -> bool:
     """Return False if lower bounds rule out every placement; nothing is replayed."""
     gpu_problem = _restrict_to_gpus(profile, problem)
+    has_experts = any(block.experts for block in profile.blocks)
+    if has_experts and problem.constraints.experts != "gpu" and host_of(problem) is not None:
+        return True
     if _fits_bounds(profile, gpu_problem):
         return True
     if not problem.constraints.offload:
@@ -169,6 +181,63 @@ def _place_offloaded(
                 notes = () if hosts else (Reason("host-unknown"),)
                 return replace(plan, why=(*plan.why, *notes))
     return None
+
+
+def _place_with_host(
+    profile: Profile, problem: PlanProblem, shortage: NoPlacement | None
+) -> Plan | None:
+    """Return the fastest plan with experts in host memory; None if there is none.
+
+    Without a `shortage` of the GPUs' memory, all experts are in host memory.
+    """
+    host, find = host_of(problem), problem.find_profile
+    has_experts = any(block.experts for block in profile.blocks)
+    if problem.constraints.experts == "gpu" or host is None or find is None or not has_experts:
+        return None
+    hosted = find(replace(problem.workload, host_experts=ALL_EXPERTS))
+    if shortage is None:
+        profile = hosted
+    for has_room in (True, False):
+        for workload in with_chunks(replace(problem.workload, cuda_graphs=False)):
+            part = replace(problem, workload=workload)
+            found = HostSearch(profile, hosted, part, host, has_room).find()
+            if found is not None:
+                return _make_host_plan(*found, part)
+    return None
+
+
+def _make_host_plan(costs: Costs, stages: Stages, seconds: float, problem: PlanProblem) -> Plan:
+    """Make the plan of stages with experts in host memory."""
+    solution = Solution(
+        stages=stages,
+        objective="latency",
+        value=seconds,
+        bound=seconds,
+        binding_device=max(stages, key=lambda stage: stage.stop - stage.start).device,
+    )
+    peaks = [stage for stage in _stage_peaks(costs, solution, problem.fleet) if stage is not None]
+    plan = _make_plan(costs, solution, peaks, replace(problem, workload=costs.workload))
+    forecast = replace(plan.forecast, expert_bytes=costs.profile.expert_bytes)
+    return replace(plan, forecast=forecast, why=(host_reason(costs), *plan.why))
+
+
+def _no_host_experts(profile: Profile, problem: PlanProblem) -> DuokaError:
+    """Return the error for a plan with all experts on the host, if there is none."""
+    if not any(block.experts for block in profile.blocks):
+        return UsageError(
+            f"{profile.model} has no experts that can be in host memory",
+            hint="omit --experts",
+        )
+    if host_of(problem) is None:
+        return UsageError(
+            "the size of the host's memory is unknown, and all experts are to be there",
+            hint="declare it: --host-memory 64GiB",
+        )
+    return InfeasibleError(
+        f"{profile.model} does not fit with all experts in host memory",
+        hint="use more host memory, or larger GPUs",
+        shortfall_bytes=0,
+    )
 
 
 def without_cpu(fleet: Fleet) -> Fleet:

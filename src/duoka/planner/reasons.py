@@ -13,6 +13,8 @@ from string import Formatter
 
 from duoka.base.units import format_bytes, format_count
 from duoka.errors import FormatError
+from duoka.forecast.costs import Costs
+from duoka.forecast.latency import HOST_BYTES_PER_SECOND
 from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
@@ -35,6 +37,10 @@ _SENTENCES = {
     "offloaded": (
         "{size} of weights ({modules}) are offloaded to CPU memory, the smallest amount that "
         "fits. They are copied over PCIe for each token: {time}."
+    ),
+    "host-experts": (
+        "The experts of {layers} are in host memory ({size}), and the CPU computes them. A step "
+        "reads {read} of them at {rate}, with experts chosen evenly."
     ),
     "host-unknown": "The CPU memory is not checked, because the GPUs were declared.",
     "cpu-unused": (
@@ -130,6 +136,19 @@ def offload_reason(num_modules: int, num_bytes: int, seconds: float | None) -> R
         "time": f"about {seconds:.2g} s" if seconds else "the time is unknown",
     }
     return Reason("offloaded", values)
+
+
+def host_reason(costs: Costs) -> Reason:
+    """Return the reason for the experts in host memory."""
+    known = costs.host and costs.host.memory_bytes_per_second
+    rate = f"{(known or HOST_BYTES_PER_SECOND) / 1e9:.0f} GB/s"
+    values = {
+        "layers": format_count(len(costs.workload.host_experts), "layer"),
+        "size": format_bytes(costs.profile.expert_bytes),
+        "read": format_bytes(round(costs.latency.host_bytes)),
+        "rate": rate if known else f"an assumed {rate} (duoka bench --calibrate measures it)",
+    }
+    return Reason("host-experts", values)
 
 
 def chunk_reason(requested: Workload, resolved: Workload) -> Iterator[Reason]:

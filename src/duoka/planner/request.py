@@ -6,11 +6,13 @@ and names as the user wrote them; they are resolved for one model and one fleet 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 from duoka.base.serialization import OMIT_DEFAULT
 from duoka.forecast.costs import ReplayCache
+from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Workload
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
@@ -53,13 +55,17 @@ class PlanProblem(PlanRequest):
 
     The budgets of `fleet` are those after the reserves (`limits.usable`). A `device_map` fixes the
     placement (`from_device_map`). `limits` are the constraints translated for a profile, set by the
-    planner. `replay_cache` is shared by all problems derived from this one.
+    planner. `replay_cache` is shared by all problems derived from this one. `find_profile` returns
+    the profile of another workload of the same model; None for a model given as an object.
     """
 
     fleet: Fleet
     device_map: DeviceMap | None = None
     limits: PlacementLimits = NO_LIMITS
     replay_cache: ReplayCache = field(default_factory=ReplayCache, compare=False, repr=False)
+    find_profile: Callable[[Workload], Profile] | None = field(
+        default=None, compare=False, repr=False
+    )
 
     @classmethod
     def of(

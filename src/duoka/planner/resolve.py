@@ -27,6 +27,7 @@ from duoka.forecast.workload import (
     with_quantization,
 )
 
+from .limits import host_of
 from .plan import Plan
 from .planner import check_context
 from .reasons import chunk_reason, quantization_reason
@@ -154,6 +155,7 @@ def answer_checkpoint(
     def profile_for(workload: Workload) -> Profile:
         return find_profile(workload_for(checkpoint, workload))
 
+    problem = replace(problem, find_profile=profile_for)
     *earlier, selected = _with_schemes(checkpoint, problem)
     failed = []
     for candidate in earlier:
@@ -186,9 +188,13 @@ def _with_schemes(checkpoint: Checkpoint, problem: PlanProblem) -> Iterator[Plan
         return
     # For "auto": unquantized, int8, int4 (nf4 in training), all on the GPUs; finally unquantized
     # with offloaded weights, because their copies over PCIe for each token cost the most.
-    on_gpus = replace(problem, constraints=replace(problem.constraints, offload=False))
+    # Experts on the host are read for each token, so there they have the fewest bits.
+    constraints = replace(problem.constraints, offload=False, experts="gpu")
+    on_gpus = replace(problem, constraints=constraints)
     for quantized in (workload, *smaller):
         yield replace(on_gpus, workload=quantized)
+    if problem.constraints.experts != "gpu" and host_of(problem) is not None:
+        yield replace(problem, workload=smaller[-1])
     if problem.constraints.offload:
         yield unquantized
 

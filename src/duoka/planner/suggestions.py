@@ -22,10 +22,11 @@ from duoka.forecast.workload import (
     Training,
     Workload,
 )
+from duoka.hardware.host import host_device
 
 from .command_line import change
 from .gpu_upgrades import upgrades
-from .limits import fleet_for
+from .limits import fleet_for, host_of
 from .plan import Plan
 from .request import Largest, PlanProblem, PlanRequest
 from .solve import is_conceivable, solve
@@ -37,6 +38,8 @@ _BITS = {"int8": 8, "int4": 4, "nf4": 4}
 _USUAL_RANK = Training().lora_rank
 _QUALITY = "some accuracy (`duoka bench --quality FILE{}` measures it)"
 _WEIGHTS = "{bits}-bit weights ({scheme}): {weights} instead of {unquantized}", _QUALITY
+_MOST_HOST_BYTES = 2**42
+_HOST_STEP_BYTES = 8 * 2**30  # a suggested size of host memory is a multiple of it
 # For each kind of change: the text, with placeholders for numbers of the plan, and the loss.
 _KNOBS = {
     "context": ("{context}", ""),
@@ -47,6 +50,10 @@ _KNOBS = {
     **dict.fromkeys(_BITS, _WEIGHTS),
     "offload": (
         "{host} of weights offloaded to CPU memory, copied over PCIe for each token{time}",
+        "speed",
+    ),
+    "experts": (
+        "{host_experts} of experts in host memory{weights_in}{token_time}",
         "speed",
     ),
     "map": ("duoka's plan instead of the map: {devices}", ""),
@@ -138,6 +145,7 @@ class SuggestionSearch:
             if not shorter and problems[0].largest is None and problems[0].device_map is None:
                 problems.append(replace(problems[0], largest="context"))
             yield from self._try(scheme, *dict.fromkeys(problems))
+        yield from self._keep_experts_on_host()
         # `--serve` refuses offloaded weights: a suggestion must work when followed.
         if not self._workload.is_paged or self._workload.pages_for_batch:
             yield from self._offload()
@@ -167,6 +175,17 @@ class SuggestionSearch:
         if self._workload.prefill_chunk_tokens != "auto":
             problems.append(self._change(prefill_chunk_tokens="auto", **changes))
         return problems
+
+    def _keep_experts_on_host(self) -> Iterator[WayOut]:
+        """Suggest host memory for experts, with the fewest bits, where its size is unknown."""
+        problem, can_quantize = self._problem, "int4" in self._smaller_schemes()
+        if host_of(problem) is not None or problem.device_map or problem.largest:
+            return
+        changed = self._change(quantize="int4") if can_quantize else problem
+        plan = self._plan(replace(changed, host=host_device(_MOST_HOST_BYTES)))
+        if plan is not None and plan.host_experts:
+            size = -(-plan.forecast.expert_bytes // _HOST_STEP_BYTES) * _HOST_STEP_BYTES
+            yield from self._try("experts", replace(changed, host=host_device(size)))
 
     def _offload(self) -> Iterator[WayOut]:
         """Suggest offloading as few weights to CPU memory as possible."""
@@ -293,6 +312,8 @@ class SuggestionSearch:
             return False  # the profile has 32-bit weights, which the changed problem may not have
         if problem.constraints.offload or problem.device_map is not None:
             return False
+        if problem.constraints.experts != "gpu" and host_of(problem) is not None:
+            return False
         bits = _BITS.get(self._workload.quantize, 8 * DTYPE_BYTES.get(self._profile.dtype, 8))
         least_bits = min(bits, _BITS.get(problem.workload.quantize, bits))
         return self._profile.weight_bytes * least_bits > problem.fleet.budget_bytes * bits
@@ -364,6 +385,9 @@ class SuggestionSearch:
             "weights": format_bytes(sum(stage.weight_bytes for stage in stages)),
             "unquantized": format_bytes(self._profile.weight_bytes),
             "host": format_bytes(plan.forecast.host_bytes),
+            "host_experts": format_bytes(plan.forecast.expert_bytes),
+            "weights_in": "" if workload.quantize == "none" else f", {workload.quantize} weights",
+            "token_time": _describe_speed(plan),
             "time": f", about {seconds:.2g} s" if seconds else ", limited by the link",
             "devices": ", ".join(
                 f"{stage.device} {format_bytes(stage.requested_bytes)} of "
@@ -388,6 +412,12 @@ class SuggestionSearch:
             chunk = plan.workload.prefill_chunk_tokens
         workload = replace(workload, dtype=original.workload.dtype, prefill_chunk_tokens=chunk)
         return replace(changed, workload=workload, trust_remote_code=original.trust_remote_code)
+
+
+def _describe_speed(plan: Plan) -> str:
+    """Describe the forecast speed of one request, if known."""
+    seconds = plan.forecast.seconds and plan.forecast.seconds.token_seconds
+    return f", about {1 / seconds:.2g} tokens/s" if seconds else ""
 
 
 def _describe_chunk(workload: Workload) -> str:

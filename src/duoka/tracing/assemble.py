@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from duoka.base.text import is_within
 from duoka.forecast.profile import AllocationTrace, BlockKind, Profile, ProfileBlock, Regime
 from duoka.forecast.tensor_names import NamedTensor
 from duoka.forecast.workload import Conditions
-from duoka.models.quantization import is_composed, num_bytes, on_host, parts
+from duoka.models.quantization import expert_modules, is_composed, num_bytes, on_host, parts
 from duoka.runtime.dispatch.place_tensors import empty_modules
 
 from .blocks import ModuleGroup, find_containers
@@ -86,6 +87,7 @@ def as_profile(
                 tied_to=tied_to,
                 inside=containers[index],
                 streams=group.streams and may_stream,
+                experts=tuple(name for name in expert_modules(model) if name in group.owners),
             )
         )
     return Profile(

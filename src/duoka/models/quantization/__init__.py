@@ -12,7 +12,7 @@
 
 from .choose import notes, quantize_model
 from .composed import StoredWeight, is_composed, num_bytes, parts
-from .experts import IMPLEMENTATION
+from .experts import forward as forward_experts
 from .frozen import freeze_quantized
 from .host_experts import expert_modules, has_interface, keep_on_host, on_host
 from .rows import fill_rows, takes_rows
@@ -20,7 +20,6 @@ from .stacked import ExpertStack
 from .weights import Scheme, computes_in, empty_weight, move_weight, quantize
 
 __all__ = [
-    "IMPLEMENTATION",
     "ExpertStack",
     "Scheme",
     "StoredWeight",
@@ -28,6 +27,7 @@ __all__ = [
     "empty_weight",
     "expert_modules",
     "fill_rows",
+    "forward_experts",
     "freeze_quantized",
     "has_interface",
     "is_composed",

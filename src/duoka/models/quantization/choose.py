@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
 from .composed import empty_on, is_composed, num_bytes
-from .experts import IMPLEMENTATION
-from .host_experts import has_interface
+from .host_experts import has_interface, use_implementation
 from .stacked import quantize_stack, refused_shape
 from .weights import BLOCK, GROUPS, ROWS, Scheme, computes_in, let_compute_in, quantize, require
 
@@ -47,7 +46,7 @@ def quantize_model(model: PreTrainedModel, scheme: Scheme, *, trains: bool = Fal
                 parameter.detach(), scheme, trains=trains, is_transposed=owner.is_transposed
             )
             module.register_parameter(key, nn.Parameter(stack, requires_grad=False))
-            owner.config._experts_implementation = IMPLEMENTATION
+            use_implementation(owner)
             continue
         shape = parameter.shape, parameter.dtype
         if parameter.is_meta and shape in templates:

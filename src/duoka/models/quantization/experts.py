@@ -19,12 +19,16 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from duoka.virtual import add_operator
 
-from .host_experts import ON_HOST, compute_on_host, has_interface
+from .host_experts import (
+    IMPLEMENTATION,
+    ON_HOST,
+    USUAL,
+    compute_on_host,
+    has_interface,
+)
 from .stacked import ExpertStack, Int4Rows, Int4Tiles, Int8Rows, Int8Tiles, Unquantized
 from .weights import Nf4Weight
 
-IMPLEMENTATION = "duoka"
-"""The name of this forward pass among transformers' implementations of experts."""
 _CLASSES: dict[str, Any] = {
     cls.__name__: cls for cls in (Int4Tiles, Int8Tiles, Int4Rows, Int8Rows, Nf4Weight, Unquantized)
 }
@@ -36,7 +40,13 @@ def forward(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tens
     """Compute a layer's experts, on the host if their weights stay there; see `compute`."""
     if getattr(module, ON_HOST, False):
         return compute_on_host(compute, module, hidden, index, weights)
-    return compute(module, hidden, index, weights)
+    if any(isinstance(weight, ExpertStack) for weight in module.parameters(recurse=False)):
+        return compute(module, hidden, index, weights)
+    # The experts of another layer are on the host or quantized, and all share a configuration.
+    own = type(module).forward.__wrapped__
+    usual = ALL_EXPERTS_FUNCTIONS.get_interface(getattr(module.config, USUAL, None) or "eager", own)
+    result: Tensor = usual(module, hidden, index, weights)
+    return result
 
 
 def compute(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:

@@ -7,17 +7,22 @@ experts alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from duoka.forecast.workload import ALL_EXPERTS
 from duoka.virtual import VirtualTensor
 
 from .composed import num_bytes
 from .stacked import ExpertStack, Unquantized
 
+IMPLEMENTATION = "duoka"
+"""The name of duoka's forward pass among transformers' implementations of experts."""
+USUAL = "_duoka_usual_experts"
+"""The attribute of a configuration with the implementation chosen by transformers."""
 ON_HOST = "_duoka_on_host"
 """The attribute of a module of experts whose weights stay in host memory."""
 _STACK_DIMENSIONS = 3
@@ -33,9 +38,17 @@ def expert_modules(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if has_interface(module)]
 
 
-def keep_on_host(model: nn.Module, names: Collection[str], implementation: str) -> None:
+def use_implementation(module: Any) -> None:
+    """Let the layers of a module's configuration compute their experts by duoka's forward pass."""
+    config = module.config
+    if config._experts_implementation != IMPLEMENTATION:
+        setattr(config, USUAL, config._experts_implementation)
+        config._experts_implementation = IMPLEMENTATION
+
+
+def keep_on_host(model: nn.Module, names: Sequence[str]) -> None:
     """Let the experts of these modules of a model without data stay on the host."""
-    for name in names:
+    for name in expert_modules(model) if tuple(names) == ALL_EXPERTS else names:
         module: Any = model.get_submodule(name)
         for key, parameter in list(module.named_parameters(recurse=False)):
             if isinstance(parameter, ExpertStack):
@@ -47,8 +60,8 @@ def keep_on_host(model: nn.Module, names: Collection[str], implementation: str) 
             else:
                 continue
             module.register_parameter(key, nn.Parameter(stack, requires_grad=False))
-        module.config._experts_implementation = implementation
         setattr(module, ON_HOST, True)
+        use_implementation(module)
 
 
 def on_host(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

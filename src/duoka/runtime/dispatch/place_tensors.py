@@ -13,6 +13,7 @@ from duoka.errors import Faults, ModelError, PlacementError
 from duoka.models.quantization import empty_weight, is_composed, move_weight
 from duoka.models.quantization import on_host as host_experts
 from duoka.planner.placement import Placement
+from duoka.virtual import active_world, is_virtual
 
 from .copies import carry
 
@@ -150,8 +151,8 @@ def move_tensors(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
     for name, device in devices.items():
         table, key = slots[name]
         if device.type != "meta" and any(is_within(name, host) for host in hosts):
-            if table[key].is_meta and is_virtual(device) and active_world().data != "cpu":
-                continue
+            if is_virtual(device) and active_world().gpus[0].meta:
+                continue  # nothing is computed: the host's memory isn't needed
             device = torch.device("cpu")
         if (id(table), key) in done:
             continue

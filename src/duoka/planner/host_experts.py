@@ -1,0 +1,175 @@
+"""Experts on the host: the placement with the fewest seconds, if the GPUs can't hold all experts.
+
+Each stage keeps the experts of its first layers in host memory, of as few layers as possible: the
+more, the less memory its GPU needs and the longer a token takes. The search is that of `search`,
+with one more number for each stage. At first it is a lower bound, from lower bounds of the bytes.
+The stages of the best placement are replayed to find their exact numbers, with which the search
+runs again, until all stages of the best placement are exact. Bounds never exceed exact numbers, so
+no other placement is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from duoka.forecast.costs import Costs, Ints
+from duoka.forecast.profile import Profile
+from duoka.hardware.device import Device
+
+from .request import PlanProblem
+from .room import room_bytes
+from .search.device_groups import DeviceGroup, group_devices, link_seconds
+from .search.dynamic_programme import BlockRange, Floats, Programme, Stages
+
+_NONE_FITS = -1
+
+
+class HostSearch:
+    """The search for a placement with experts in host memory, for one prefill chunk.
+
+    Parameters
+    ----------
+    profile, hosted : Profile
+        The model with all experts on the GPUs, and with all on the host.
+    problem : PlanProblem
+        With a fleet of GPUs, and the workload with its prefill chunk.
+    host : Device
+        The host's memory and its speed.
+    has_room : bool
+        Leave the recommended free memory of each GPU.
+    """
+
+    def __init__(
+        self, profile: Profile, hosted: Profile, problem: PlanProblem, host: Device, has_room: bool
+    ) -> None:
+        self._profile, self._hosted, self._problem, self._host = profile, hosted, problem, host
+        self._has_room = has_room
+        self._on_gpus, self._on_host = self._costs(profile), self._costs(hosted)
+        places = self._on_host.places
+        # The blocks of each expert layer, and the number of expert layers before each place.
+        self._layers = [
+            blocks
+            for blocks in places
+            if any(hosted.kinds[hosted.blocks[block].kind].expert_bytes for block in blocks)
+        ]
+        self._positions = [places.index(blocks) for blocks in self._layers]
+        self._before: Ints = np.searchsorted(self._positions, np.arange(len(places) + 1))
+        fleet = problem.fleet
+        timed = all(self._on_gpus.seconds(device) is not None for device in fleet.devices)
+        self._links = link_seconds(self._on_gpus, fleet) if timed and fleet.links else None
+        self._groups = group_devices(
+            self._on_gpus, fleet, links=self._links, timed=timed, fixed=problem.limits.devices
+        )
+        self._numbers = [self._least_numbers(group) for group in self._groups]
+        self._exact: set[tuple[int, int]] = set()  # (group, class of stages)
+
+    def find(self) -> tuple[Costs, Stages, float] | None:
+        """Return the costs with some experts on the host, the best stages, and their seconds.
+
+        None if nothing fits, or if the host has too little memory. Without known speeds, the number
+        of expert layers on the host takes the place of seconds.
+        """
+        devices = [group.devices for group in self._groups]
+        most = min(len(self._problem.fleet.devices), self._on_gpus.num_blocks)
+        transfers = None
+        if self._links is not None:
+            firsts, lasts = [group[0] for group in devices], [group[-1] for group in devices]
+            transfers = self._links[np.ix_(firsts, lasts)]
+        while True:
+            tables = np.array([[self._seconds(group) for group in self._groups]])
+            programme = Programme(
+                tables, devices, transfers=transfers, slowest=False, num_stages=range(1, most + 1)
+            )
+            optimum = programme.find_best()
+            if optimum is None or not np.isfinite(optimum[1]):
+                return None
+            stages, seconds = optimum
+            were_exact = [self._settle(stage) for stage in stages]
+            if all(were_exact):
+                costs = self._mixed(stages)
+                fits = costs.profile.expert_bytes <= self._host.budget_bytes
+                return (costs, stages, float(seconds)) if fits else None
+
+    def _settle(self, stage: BlockRange) -> bool:
+        """Replace the bound of a stage by its exact number; return True if it was exact."""
+        group, place = self._group_of(stage), (stage.start, stage.stop)
+        classes, numbers = self._on_gpus.stage_classes, self._numbers[group.index]
+        if (group.index, int(classes[place])) in self._exact:
+            return True
+        exact = least = int(numbers[place])
+        most = int(self._before[stage.stop] - self._before[stage.start])
+        while exact <= most:
+            numbers[place] = exact
+            if self._mixed([stage]).stage_bytes(*place, group.budget_bytes) is not None:
+                break
+            exact += 1
+        # Stages of one class need the same bytes, so they need the same number.
+        is_equal = (classes == classes[place]) & ~np.tri(len(classes), dtype=np.bool_)
+        numbers[is_equal] = exact if exact <= most else _NONE_FITS
+        self._exact.add((group.index, int(classes[place])))
+        return exact == least
+
+    def _least_numbers(self, group: DeviceGroup) -> Ints:
+        """[start, stop]: lower bounds of the expert layers on the host, or `_NONE_FITS`.
+
+        With n layers on the host, the bound of a stage's bytes falls by their weights and by the
+        difference of working memory, but not below the bound with all layers on the host.
+        """
+        whole, least = self._on_gpus.bounds_at(1), self._on_host.bounds_at(1)
+        usable = self._on_gpus.usable_bytes(group.budget_bytes)
+        sums = np.cumsum(
+            [0, *(_bytes(self._profile, at) - _bytes(self._hosted, at) for at in self._layers)]
+        )
+        saved = sums[self._before]
+        working = np.maximum(whole - least - (saved[None, :] - saved[:, None]), 0)
+        needed = np.maximum(whole - usable - working, 0)
+        numbers = np.searchsorted(sums, needed + saved[:, None]) - self._before[:, None]
+        numbers = np.minimum(numbers, self._before[None, :] - self._before[:, None])
+        return np.where(least <= usable, np.maximum(numbers, 0), _NONE_FITS)
+
+    def _seconds(self, group: DeviceGroup) -> Floats:
+        """[start, stop]: seconds of each stage with its number of expert layers on the host.
+
+        If a speed is unknown, the number itself.
+        """
+        numbers, device = self._numbers[group.index], group.devices[0]
+        allowed = self._problem.limits.allow(self._on_gpus.num_blocks, device)
+        fits = (numbers != _NONE_FITS) & allowed
+        if group.seconds is None:
+            return np.where(fits, numbers, np.inf)
+        on_gpus, on_host = (
+            costs.latency.seconds_on(self._problem.fleet.devices[device])
+            for costs in (self._on_gpus, self._on_host)
+        )
+        assert on_gpus is not None, "the speeds are known"
+        assert on_host is not None, "the speeds are known"
+        sums = np.cumsum([0.0, *(on_host - on_gpus).sum(axis=0)[self._positions]])
+        first = np.broadcast_to(self._before[:, None], numbers.shape)
+        last = np.clip(first + numbers, 0, len(self._layers))
+        return np.where(fits, group.seconds + sums[last] - sums[first], np.inf)
+
+    def _group_of(self, stage: BlockRange) -> DeviceGroup:
+        return next(group for group in self._groups if stage.device in group.devices)
+
+    def _mixed(self, stages: Iterable[BlockRange]) -> Costs:
+        """Return the costs with the experts of the first layers of stages on the host."""
+        blocks: set[int] = set()
+        for stage in stages:
+            first = self._before[stage.start]
+            number = self._numbers[self._group_of(stage).index][stage.start, stage.stop]
+            blocks.update(*self._layers[first : first + number])
+        return self._costs(self._profile.hosting(blocks, self._hosted))
+
+    def _costs(self, profile: Profile) -> Costs:
+        """Return the costs of a profile, which may have experts on the host."""
+        workload = replace(self._problem.workload, host_experts=profile.host_experts)
+        costs = Costs(profile, workload, self._problem.replay_cache, self._host)
+        return costs.leaving(room_bytes) if self._has_room else costs
+
+
+def _bytes(profile: Profile, blocks: Iterable[int]) -> int:
+    """Return the bytes of the weights of blocks."""
+    return sum(sum(profile.kinds[profile.blocks[block].kind].weight_bytes) for block in blocks)
