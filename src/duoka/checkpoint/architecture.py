@@ -53,6 +53,7 @@ _UNLIKE_FLASH = re.compile(
     r'"((attn_logit_softcapping|kv_lora_rank|v_head_dim)": \d|'
     r'model_type": "(gemma2|vaultgemma|gpt_oss|granite_swa|granitemoe_swa|flint))'
 )
+_LATENT = re.compile(r'"(kv_lora_rank|v_head_dim)": ')
 _HEAD_DIM = re.compile(r'head_dim": (\d+)')  # some models have another one in some layers
 _MOST_HEAD_DIM, _HEAD_DIM_MULTIPLE = 256, 8
 _FIRST_TORCH = Version("2.13")  # the first one whose `varlen_attn` has all that the engine needs
@@ -95,13 +96,18 @@ def reads_block_tables(config: Mapping[str, Any]) -> bool:
     heads = find("num_attention_heads", "n_head", "n_heads")
     head_dim = find("head_dim", "kv_channels")
     head_dim = head_dim or find("hidden_size", "n_embd", "d_model") // (heads or 1)
+    text_form = json.dumps(config)
     head_dims = [head_dim, *map(int, _HEAD_DIM.findall(json.dumps(sizes)))]
+    # Latent attention (MLA) expands keys and values, which may have the same size.
+    key_dim = find("qk_nope_head_dim") + find("qk_rope_head_dim")
+    if key_dim and key_dim == find("v_head_dim"):
+        head_dims, text_form = [key_dim], _LATENT.sub("", text_form)
     return (
         os.environ.get("DUOKA_ATTENTION") != "gather"
         and Version(version("torch")) >= _FIRST_TORCH
         and 0 < min(head_dims) <= max(head_dims) <= _MOST_HEAD_DIM
         and not any(size % _HEAD_DIM_MULTIPLE for size in head_dims)
-        and not _UNLIKE_FLASH.search(json.dumps(config))
+        and not _UNLIKE_FLASH.search(text_form)
     )
 
 

@@ -146,14 +146,15 @@ class PlanOptions(OptionGroup):
     )
     experts: str | None = _plan(
         "PLACE",
-        '"auto" keeps the experts of a mixture of experts in host memory, of as few layers as '
-        "possible, if the GPUs can't hold them and the size of the host's memory is known; \"host\" "
-        'keeps all there, "gpu" none. The CPU computes them.',
+        'Where the experts of a mixture of experts are: "auto" (the default) keeps the experts of '
+        "as few layers as possible in host memory if the GPUs can't hold them and the size of "
+        'host memory is known; "host" keeps all there, "gpu" none. The CPU computes them.',
     )
     host_memory: str | None = _plan(
         "SIZE[,RATE]",
-        'Host memory for experts and offloaded weights, and optionally its bandwidth: "64GiB,60GB/s". By '
-        "default the memory available on this machine; unknown for declared GPUs.",
+        "Host memory for experts and offloaded weights, and optionally its bandwidth: "
+        '"64GiB,60GB/s". By default the memory available on this machine; unknown for declared '
+        "GPUs.",
     )
     max_context: bool = _plan_flag("Plan for the longest context that fits, instead of --context.")
     max_batch: bool = _plan_flag(

@@ -33,7 +33,8 @@ class ServingReplay(Replay):
         size = StepSize(tokens=query * sequences, rows=query, logits=sequences)
         keys = (past + query) * sequences
         pairs = (past + (query + 1) // 2) * query * sequences
-        return self._serve(size, keys, pairs=pairs)
+        is_graph = answering and size.tokens <= self.capacity.most_graph_tokens
+        return self._serve(size, keys, pairs=pairs, is_graph=is_graph)
 
     def prompt_steps(self) -> list[tuple[ForecastStep, float]]:
         """Return the prefill steps of the prompts of all sequences, one prompt after another."""

@@ -184,14 +184,17 @@ class Capacity:
                 sizes.append(StepSize(tokens=tokens, rows=min(row, tokens), logits=logit))
         return sizes
 
+    @property
+    def most_graph_tokens(self) -> int:
+        """The most tokens of a decode step that is a CUDA graph; 0 if no step is."""
+        return self.graph_tokens if self.has_block_tables else 0
+
     def graph_steps(self) -> list[StepSize]:
         """Return the sizes of the steps of decoding sequences that are CUDA graphs, largest first.
 
         With 10 sequences these have 10, 8, 7, …, 1 tokens: 9 sequences are padded to 10.
         """
-        if not (self.graph_tokens and self.has_block_tables):
-            return []
-        most = min(self.sequences, self.graph_tokens)
+        most = min(self.sequences, self.most_graph_tokens)
         sizes = _sort_distinct(map(self.tokens, range(1, most + 1)))
         return [StepSize(tokens=size, rows=1, logits=self.logits(size)) for size in sizes[::-1]]
 

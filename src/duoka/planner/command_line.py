@@ -112,8 +112,8 @@ def _option_values(request: PlanRequest) -> Iterator[tuple[str, object, object]]
     yield "--strategy", constraints.strategy, "auto"
     yield "--pin", tuple(f"{name}={device}" for name, device in constraints.pins), None
     yield "--reserve", tuple(f"{at}={size}B" for at, size in constraints.reserve), None
-    yield "--offload", constraints.offload, False
-    yield "--experts", constraints.experts, "auto"
+    for name, usual in (("offload", False), ("experts", "auto")):
+        yield _option(name), getattr(constraints, name), usual
 
 
 def _option(name: str) -> str:

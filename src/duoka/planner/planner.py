@@ -202,7 +202,7 @@ def _place_with_host(
             part = replace(problem, workload=workload)
             found = HostSearch(profile, hosted, part, host, has_room).find()
             if found is not None:
-                return _make_host_plan(*found, part)
+                return replace(_make_host_plan(*found, part), request=problem.request)
     return None
 
 
