@@ -13,8 +13,7 @@ from duoka.base.units import format_count
 from duoka.errors import UsageError
 from duoka.hardware.gpu_generation import GpuGeneration
 
-ALL_EXPERTS = ("*",)
-"""`Workload.host_experts` for the experts of all layers."""
+ALL_EXPERTS = ("*",)  # `Workload.host_experts` for the experts of all layers
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 Cache = Literal["dynamic", "int8", "paged", "paged-int8"]
@@ -78,17 +77,15 @@ class Training:
     gradient_checkpointing : bool
         Recompute a layer's activations in the backward pass instead of keeping them.
     master_weights : bool
-        Keep trained parameters, gradients and optimizer states in float32, and compute under
-        autocast in the workload's dtype.
+        Keep trained parameters, gradients and optimizer states in float32; compute under autocast.
     micro_batches : int
         Micro-batches whose gradients are accumulated before the optimizer's step.
     schedule : {"sequential", "gpipe", "1f1b"}
-        One micro-batch after another, or several in flight at a stage: all of them (GPipe), or as
-        many as there are stages from this stage to the last (one forward, one backward).
+        One micro-batch after another, or several in flight at a stage: all of them, or as many as
+        there are stages from this stage to the last.
     rows : {"padded", "unpadded", "packed"}
-        The layout of a micro-batch. "padded": an attention mask covers the padding. "unpadded": no
-        mask, since a causal model needs none for padding on the right. "packed": several samples
-        per row, with positions that restart at each sample and a mask that separates the samples.
+        The layout of a micro-batch. "padded": a mask covers the padding. "unpadded": no mask, which
+        a causal model doesn't need. "packed": several samples per row, separated by a mask.
 
     Raises
     ------
@@ -203,14 +200,13 @@ class Workload:
         256 tokens in place; any other attention gathers the pages first.
     cuda_graphs : bool or int
         Replay decode steps as CUDA graphs where FlashAttention reads pages in place; a number is
-        the most tokens of such a step. Planning sets it for models with quantized experts.
+        the most tokens of such a step, set by planning for quantized experts.
     gpu_generation : GpuGeneration
         Generation of the GPUs; planning sets it to that of the fleet.
     training : Training, optional
         Settings of training on a batch of sequences; None for inference.
     host_experts : tuple of str
-        Names of the modules of experts whose weights stay in host memory, where the CPU computes;
-        `ALL_EXPERTS` for all of a model. Planning sets it (`Constraints.experts`).
+        Names of the modules of experts that stay in host memory, set by planning; or `ALL_EXPERTS`.
 
     Raises
     ------

@@ -8,6 +8,7 @@
 - `search`: the exact optimum over cuts and devices
 - `page_count`: the number of pages of a paged KV cache that fit
 - `room`: the recommended free memory, and the preference among prefill chunks
+- `host_experts`: the fastest placement with experts in host memory
 - `offload`: the weights that may stay in CPU memory
 - `suggestions`, `gpu_upgrades`: changes that make a workload fit
 - `out_of_memory`: suggestions if a device has less memory at run time than planned

@@ -71,6 +71,13 @@ def change(
     return added_words, tuple(name for name in old if name not in new)
 
 
+# Fields of `Training` with an option of the same name.
+_TRAINING = (
+    *("optimizer", "lora_rank", "lora_alpha", "lora_dropout", "micro_batches"),
+    *("schedule", "rows"),
+)
+
+
 def _option_values(request: PlanRequest) -> Iterator[tuple[str, object, object]]:
     """Yield (option, value, default), in the order of the command; a value of None is left out."""
     workload, training = request.workload, request.workload.training
@@ -99,21 +106,19 @@ def _option_values(request: PlanRequest) -> Iterator[tuple[str, object, object]]
         yield "--vision-batch", workload.vision_batch or "none", "auto"
     if training is not None:
         yield "--train", training.method, None
-        for name in ("optimizer", "lora_rank", "lora_alpha", "lora_dropout", "micro_batches"):
+        for name in _TRAINING:
             yield _option(name), getattr(training, name), getattr(_USUAL_TRAINING, name)
-        yield "--schedule", training.schedule, _USUAL_TRAINING.schedule
-        yield "--rows", training.rows, _USUAL_TRAINING.rows
         yield "--lora-target", training.lora_targets, None
         yield "--checkpointing", training.gradient_checkpointing, False
         yield "--master-weights", training.master_weights, False
-    yield "--objective", request.objective, "auto"
+    for name, value in (("objective", request.objective), ("experts", constraints.experts)):
+        yield _option(name), value, "auto"
     yield "--use-all", request.use_all, False
     yield "--trust-remote-code", request.trust_remote_code, False
     yield "--strategy", constraints.strategy, "auto"
     yield "--pin", tuple(f"{name}={device}" for name, device in constraints.pins), None
     yield "--reserve", tuple(f"{at}={size}B" for at, size in constraints.reserve), None
-    for name, usual in (("offload", False), ("experts", "auto")):
-        yield _option(name), getattr(constraints, name), usual
+    yield "--offload", constraints.offload, False
 
 
 def _option(name: str) -> str:

@@ -200,9 +200,9 @@ def _place_with_host(
     for has_room in (True, False):
         for workload in with_chunks(replace(problem.workload, cuda_graphs=False)):
             part = replace(problem, workload=workload)
-            found = HostSearch(profile, hosted, part, host, has_room).find()
-            if found is not None:
-                return replace(_make_host_plan(*found, part), request=problem.request)
+            optimum = HostSearch(profile, hosted, part, host, has_room).find()
+            if optimum is not None:
+                return replace(_make_host_plan(*optimum, part), request=problem.request)
     return None
 
 

@@ -64,17 +64,13 @@ def as_profile(
     kinds: dict[BlockKind, int] = {}
     blocks = []
     containers = find_containers(model, groups)
-    hosted = {
-        f"{name}.{inner}".rstrip("."): sum(map(num_bytes, part.parameters(recurse=False)))
-        for name, module in on_host(model)
-        for inner, part in module.named_modules()
-    }
+    host_bytes = _host_bytes(model)
     # Quantized weights can't be streamed: their packages load them on the device that computes.
     may_stream = not any(map(is_composed, model.parameters()))
     for index, group in enumerate(groups):
         kind = BlockKind(
             weight_bytes=weights[index],
-            expert_bytes=sum(hosted.get(name, 0) for name in group.owners),
+            expert_bytes=sum(host_bytes.get(name, 0) for name in group.owners),
             traces=tuple(traces[index] for _, traces in regimes),
         )
         number = kinds.setdefault(kind, len(kinds))
@@ -103,6 +99,11 @@ def as_profile(
         notes=_NOTES[spec.data],
         empty_modules=tuple(empty_modules(model)),
     )
+
+
+def _host_bytes(model: nn.Module) -> dict[str, int]:
+    """Return the bytes of the weights of each module whose experts stay on the host."""
+    return {name: sum(map(num_bytes, module.parameters())) for name, module in on_host(model)}
 
 
 def weights_and_ties(

@@ -6,6 +6,7 @@ Each operator is counted by itself; `record` adds its costs to the running block
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,6 +38,12 @@ _EXPERT_LAUNCHES = 5
 """Kernels of `models.quantization.experts` for each token of a few, or for each expert."""
 
 
+@cache
+def _experts() -> frozenset[Any]:
+    """Return the operators of `models.quantization.experts`, which are registered on import."""
+    return frozenset({torch.ops.duoka.experts_linear, torch.ops.duoka.experts_backward})
+
+
 def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the number of additions and multiplications of an operator's call.
 
@@ -55,15 +62,17 @@ def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     if func is torch.ops.torch_attn._varlen_attn.default:
         # Every query counts as attending to the most keys of a sequence.
         return 4 * int(args[0].numel()) * int(args[6])
-    if func.namespace == "duoka":
+    if func.overloadpacket in _experts():
         # A product for each pair of token and expert: activations [.., columns], to [pairs, rows].
         return 2 * int(result.numel()) * int(args[0].shape[1])
     formula = flop_registry.get(func.overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
-def count_host_work(args: Any, *, is_few: bool) -> tuple[int, int]:
+def count_host_work(func: Any, args: Any, *, is_few: bool) -> tuple[int, int]:
     """Return the weight bytes that the host reads for experts, and its FLOPs; see `count_bytes`."""
+    if func is not torch.ops.duoka.host_experts.default:
+        return 0, 0
     _, index, _, num_bytes, experts, flops = args
     share = min(1.0, index.numel() / experts) if is_few else 1.0
     return round(share * num_bytes), index.numel() * flops
@@ -93,7 +102,7 @@ def count_launches(
     """Return the number of kernels that an operator's call starts; views and allocations none."""
     if func.overloadpacket in _ALLOCATING:
         return 0
-    if func.namespace == "duoka":
+    if func.overloadpacket in _experts():
         return _EXPERT_LAUNCHES * (len(inputs[1]) if is_few else inputs[2].shape[0])
     storages = {tensor.storage_id for tensor in _select_virtual(inputs)}
     return func._schema.is_mutable or not all(
@@ -129,7 +138,7 @@ def count_bytes(
         rows, matrices = inputs[0], inputs[1]
         share = min(1.0, rows.shape[0] / matrices.shape[0]) if matrices.ndim == 3 else 1.0
         return round(_sum_bytes([rows, *outputs]) + share * matrices.nbytes)
-    if is_few and func.namespace == "duoka":
+    if is_few and packet in _experts():
         # Selected weights are read, written, and read again.
         share = 3 * inputs[1].numel() / inputs[2].shape[0]
         return round(_sum_bytes([*inputs[:2], *outputs]) + share * _sum_bytes(inputs[2:]))

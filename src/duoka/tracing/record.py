@@ -253,17 +253,12 @@ class Recorder:
             trace.matmul_at = len(trace.events)
         if not self.counts_work:
             return
-        if func is torch.ops.duoka.host_experts.default:
-            num_bytes, num_flops = count_host_work(args, is_few=self._is_few)
-            trace.host_bytes += num_bytes
-            trace.host_flops += num_flops
-            return
-        trace.flops += count_flops(func, args, kwargs, result)
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
-        number = count_launches(func, inputs, outputs, is_few=self._is_few)
-        if number:
+        if number := count_launches(func, inputs, outputs, is_few=self._is_few):
             trace.launches += number
             trace.moved_bytes += count_bytes(func, inputs, outputs, is_few=self._is_few)
+        trace.flops += count_flops(func, args, kwargs, result)
+        trace.add_host_work(*count_host_work(func, args, is_few=self._is_few))
 
     def _locate(self) -> None:
         """In a backward pass, set the current block by the running autograd node."""

@@ -53,6 +53,11 @@ class RecordedTrace:
     host_bytes: int = 0
     host_flops: int = 0
 
+    def add_host_work(self, num_bytes: int, flops: int) -> None:
+        """Add the bytes of weights that the host reads for an operation, and its FLOPs."""
+        self.host_bytes += num_bytes
+        self.host_flops += flops
+
     def ids(self) -> Iterator[AllocId]:
         """Yield the ids of the storages freed or read in the trace."""
         yield from (storage for storage in self.events if storage is not None)
