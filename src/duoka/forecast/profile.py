@@ -447,7 +447,8 @@ class Profile:
         In larger steps the host waits for the routing of quantized experts.
         """
         serving = [regime.query for regime in self.regimes if regime.phase == "serve"]
-        is_limited = len(serving) > 2 and self.conditions.quantize != "none"
+        has_experts = any(block.experts for block in self.blocks)
+        is_limited = serving and has_experts and self.conditions.quantize != "none"
         return serving[-1][0] - 1 if is_limited else None
 
     @property

@@ -30,7 +30,13 @@ COARSE_FROM_TOKENS = 16_384
 
 
 def find_largest(profile: Profile, problem: PlanProblem) -> Plan | NoPlan:
-    """Find the plan for the largest fitting context or batch."""
+    """Find the plan for the largest fitting context or batch.
+
+    Experts are in host memory only if all are to be there: with "auto" the GPUs limit the size.
+    """
+    if problem.constraints.experts == "auto":
+        constraints = replace(problem.constraints, experts="gpu")
+        problem = replace(problem, constraints=constraints)
     sizes = sizes_to_try(profile, problem)
 
     def resize(index: int) -> PlanProblem:
@@ -44,9 +50,9 @@ def find_largest(profile: Profile, problem: PlanProblem) -> Plan | NoPlan:
     stop = bisect_left(
         range(len(sizes)), True, key=lambda index: not is_conceivable(profile, resize(index))
     )
-    if problem.constraints.offload:
-        # Each `fits` searches for weights to offload, which takes seconds: bisection assumes that
-        # no size fits above a size that doesn't.
+    if problem.constraints.offload or problem.constraints.experts == "host":
+        # Each `fits` searches for weights to move, which takes seconds: bisection assumes that no
+        # size fits above a size that doesn't.
         stop = bisect_left(range(stop), True, key=lambda index: not fits(index))
     for index in reversed(range(stop)):
         if fits(index):

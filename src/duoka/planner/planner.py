@@ -194,7 +194,10 @@ def _place_with_host(
     has_experts = any(block.experts for block in profile.blocks)
     if problem.constraints.experts == "gpu" or host is None or find is None or not has_experts:
         return None
-    hosted = find(replace(problem.workload, host_experts=ALL_EXPERTS))
+    on_host = replace(problem.workload, host_experts=ALL_EXPERTS)
+    hosted = find(on_host)
+    if not _fits_bounds(hosted, replace(problem, workload=on_host)):
+        return None
     if shortage is None:
         profile = hosted
     for has_room in (True, False):

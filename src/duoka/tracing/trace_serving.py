@@ -74,7 +74,7 @@ def _ranges(few: int) -> list[tuple[Sequence[tuple[int, int, int]], tuple[int, i
 
     `few` is the least E / k of the model's layers, `ENDLESS` for a model without experts.
     """
-    if not 1 < few < ENDLESS:
+    if not 2 < few < ENDLESS:  # one size alone doesn't determine a rule
         return [(_ONE, (1, 2)), (_SEVERAL, (2, ENDLESS))]
     sizes = [size for size in range(2, few + 1) if padded(size) == size]
     smaller = []
@@ -107,7 +107,7 @@ class _ServingTracer(Tracer):
             samples: list[RecordedStep] = []
             for number, (tokens, rows, logits) in enumerate(sizes):
                 size = StepSize(tokens=tokens, rows=rows, logits=logits)
-                first, later = self._record(number, size, is_few=tokens <= min(few))
+                first, later = self._record(number, size, is_few=query[1] - 1 <= min(few))
                 firsts.append(first)
                 samples.append(later)
             yield self.fit(Regime(phase="serve", query=query), samples)
