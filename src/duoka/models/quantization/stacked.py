@@ -237,7 +237,8 @@ def refused_shape(scheme: Scheme, rows: int, columns: int) -> str | None:
     multiple = {"int4": GROUPS[-1], "int8": 1, "nf4": BLOCK}[scheme]
     if rows % ROWS == 0 and columns % multiple == 0:
         return None
-    return f"experts of a shape unsupported by {scheme} (rows in {ROWS}s, columns in {multiple}s)"
+    columns_limit = f", columns in {multiple}s" if multiple > 1 else ""
+    return f"experts of a shape unsupported by {scheme} (rows in {ROWS}s{columns_limit})"
 
 
 def quantize_stack(
