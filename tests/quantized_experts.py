@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from duoka.models.quantization import ExpertStack, has_interface
 
 _MARK = "@use_experts_implementation"
-_SIZE = {name: 64 for name in ("hidden_size", "moe_hidden_size", "moe_intermediate_size")}
-_COUNT = {name: 8 for name in ("num_experts", "num_local_experts", "n_routed_experts")}
+_SIZE = dict.fromkeys(("hidden_size", "moe_hidden_size", "moe_intermediate_size"), 64)
+_COUNT = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8)
 _CONFIG = {
     **_SIZE, **_COUNT, "moe_num_experts": 8, "intermediate_size": 64,
     "hidden_act": "silu", "hidden_activation": "gelu_pytorch_tanh", "mlp_hidden_act": "relu2",
@@ -72,9 +72,7 @@ def expert_classes(module_name: str) -> list[type[nn.Module]]:
     """Return the classes of experts in a module of transformers."""
     module = importlib.import_module(module_name)
     classes = (cls for _, cls in inspect.getmembers(module, inspect.isclass))
-    return [
-        cls for cls in classes if cls.__module__ == module_name and hasattr(cls, "_apply_gate")
-    ]
+    return [cls for cls in classes if cls.__module__ == module_name and hasattr(cls, "_apply_gate")]
 
 
 def build_experts(experts_class: Any, dtype: torch.dtype) -> Any:

@@ -98,7 +98,8 @@ def test_a_stack_without_data_becomes_one_of_its_device(scheme: Scheme) -> None:
             assert empty.weight_class is right.weight_class
             for name, part in empty.tensors.items():
                 like = right.tensors[name]
-                assert (part.shape, part.dtype, part.device) == (like.shape, like.dtype, like.device)
+                assert (part.shape, part.device) == (like.shape, like.device)
+                assert part.dtype == like.dtype
 
 
 def test_layouts_do_not_change_between_cpu_and_gpus() -> None:
@@ -118,9 +119,8 @@ def test_layouts_do_not_change_between_cpu_and_gpus() -> None:
 
 
 def test_shapes_without_a_kernel_are_refused() -> None:
-    assert refused_shape("int8", 24, 64) == (
-        "experts of a shape unsupported by int8 (rows in 16s)"
-    )
+    refusal = "experts of a shape unsupported by int8 (rows in 16s)"
+    assert refused_shape("int8", 24, 64) == refusal
     assert refused_shape("int4", 32, 80) is not None
     assert refused_shape("nf4", 32, 96) is not None
     assert refused_shape("int4", 32, 96) is None

@@ -100,7 +100,7 @@ class _Tiles(Composed):
 
     @classmethod
     def input_bytes(cls, tokens: int, inputs: Tensor) -> list[int]:
-        """Return the sizes of the copies of inputs [tokens, columns] that `multiply_packed` makes."""
+        """Return the sizes of the copies of [tokens, columns] that `multiply_packed` makes."""
         columns = inputs.shape[1]
         padded = 2 * tokens * (columns + -columns % _TILE_COLUMNS)
         casts = [] if inputs.dtype == torch.bfloat16 else [2 * tokens * columns]

@@ -112,8 +112,8 @@ def move_weight(tensor: Tensor, device: torch.device) -> Tensor:
     name = getattr(tensor, "weight_class", type(tensor)).__name__
     if name in (_GPU_LAYOUTS if device.type == "cpu" else _CPU_LAYOUTS):
         raise ModelError(
-            f"a weight in {_scheme_of_class(name)} can't go from {tensor.device} to {device}: CPU and GPU kernels use "
-            "different layouts",
+            f"a weight in {_scheme_of_class(name)} can't go from {tensor.device} to {device}: CPU "
+            "and GPU kernels use different layouts",
             hint="load the model with a plan for that device",
         )
     return tensor.to(device)

@@ -179,7 +179,7 @@ class Quantizer:
     def put(self, name: str, target: Tensor, box: Box, source: Tensor) -> None:
         """Quantize a box of a weight, at once if possible, else once the weight is complete."""
         if isinstance(target, ExpertStack):
-            (first, last), *inner = box
+            (first, _), *inner = box
             if target.is_transposed:
                 inner, source = inner[::-1], source.mT
             for number, rows in enumerate(source, first):
