@@ -189,9 +189,7 @@ class Family:
         return measure(self.model())
 
 
-def build(
-    name: str, *, seed: int = 0, sizes: dict[str, Any] | None = None
-) -> PreTrainedModel:
+def build(name: str, *, seed: int = 0, sizes: dict[str, Any] | None = None) -> PreTrainedModel:
     """Build a family's tiny model with random weights, in eval mode; `sizes` change the config."""
     torch.manual_seed(seed)
     # Importing a family's module may warn as well as building its model.

@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from duoka.models.quantization import ExpertStack, has_interface
+from duoka.models.quantization import ExpertStack, Scheme, has_interface
+from duoka.models.quantization.experts import IMPLEMENTATION
+from duoka.models.quantization.stacked import quantize_stack
 
+_STACK_DIMENSIONS = 3
 _MARK = "@use_experts_implementation"
 _SIZE = dict.fromkeys(("hidden_size", "moe_hidden_size", "moe_intermediate_size"), 64)
 _COUNT = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8)
@@ -42,14 +45,26 @@ def dequantize(stack: ExpertStack) -> Tensor:
     return weights.mT.contiguous() if stack.is_transposed else weights
 
 
+def quantize_experts(model: nn.Module, scheme: Scheme) -> None:
+    """Quantize the experts of a model in place, on their device."""
+    for module in cast(Iterable[Any], model.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.ndim == _STACK_DIMENSIONS and has_interface(module):
+                stack = quantize_stack(
+                    parameter.detach(), scheme, is_transposed=module.is_transposed
+                )
+                module.register_parameter(name, nn.Parameter(stack, requires_grad=False))
+                module.config._experts_implementation = IMPLEMENTATION
+
+
 def with_dequantized_experts(model: Any) -> Any:
-    """Copy a model on the CPU, with plain stacks and transformers' own eager forward pass."""
+    """Copy a model, with plain stacks and transformers' own eager forward pass."""
     plain = copy.deepcopy(model)
     for module in plain.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if isinstance(parameter, ExpertStack):
-                weights = nn.Parameter(dequantize(parameter), requires_grad=False)
-                module.register_parameter(name, weights)
+                weights = dequantize(parameter).to(parameter.device)
+                module.register_parameter(name, nn.Parameter(weights, requires_grad=False))
                 module.config._experts_implementation = "eager"
     return plain
 

@@ -15,9 +15,10 @@ from quantized_experts import (
     distance,
     expert_classes,
     modules_with_experts,
+    quantize_experts,
     with_dequantized_experts,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from turns import in_turn
 
 from duoka import virtual
@@ -201,7 +202,9 @@ def hold_classes(name: str) -> None:
             original = build_experts(experts_class, torch.float32)
             for scheme in SCHEMES:
                 for device in ("cpu", "vgpu:0"):
-                    hold_experts(quantize_experts(original, scheme, device), scheme, device)
+                    module = copy.deepcopy(original).to(device)
+                    quantize_experts(module, scheme)
+                    hold_experts(module, scheme, device)
 
 
 def test_experts_of_glm_compute_what_transformers_does() -> None:
@@ -220,17 +223,6 @@ def test_unusual_experts_compute_what_transformers_does(name: str) -> None:
 @pytest.mark.slow
 def test_every_class_of_experts_computes_what_transformers_does(name: str) -> None:
     hold_classes(name)
-
-
-def quantize_experts(original: Any, scheme: Scheme, device: str) -> Any:
-    """Copy experts to a device, and quantize them there."""
-    module = copy.deepcopy(original).to(device)
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        if parameter.ndim == 3:
-            stack = quantize_stack(parameter.detach(), scheme, is_transposed=module.is_transposed)
-            module.register_parameter(name, nn.Parameter(stack, requires_grad=False))
-            module.config._experts_implementation = experts.IMPLEMENTATION
-    return module
 
 
 def hold_experts(module: Any, scheme: str, device: str) -> None:

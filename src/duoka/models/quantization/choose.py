@@ -108,7 +108,7 @@ def _reason(
         stacks = [stack for stack in module.parameters(recurse=False) if _is_stack(module, stack)]
         shapes = [s.shape[:0:-1] if module.is_transposed else s.shape[1:] for s in stacks]
         return next(filter(None, (refused_shape(scheme, *shape) for shape in shapes)), None)
-    if not isinstance(module, nn.Linear):
+    if type(module).forward is not nn.Linear.forward:
         if parameter.ndim >= _STACK_DIMENSIONS and "expert" in name:
             return "stacked experts with a forward pass of their own"
         return "embeddings" if isinstance(module, nn.Embedding) else "other layers"
