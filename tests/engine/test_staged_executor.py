@@ -104,6 +104,8 @@ def test_processes_answer_as_one_does(plan: Any, staged: Engine) -> None:
         ("tied", 2, {}),
         ("llama", 2, {"cache": "paged-int8"}),
         ("experts", 3, {"quantize": "nf4"}),
+        ("wide experts", 2, {"quantize": "nf4"}),
+        ("wide experts", 2, {"quantize": "int4"}),
     ],
 )
 def test_more_processes_and_stages_answer_as_one_does(

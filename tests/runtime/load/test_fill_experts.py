@@ -99,7 +99,7 @@ def test_projections_between_the_rows_of_a_layout(
 def test_the_front_door_loads_what_was_planned(family: str, tmp_path: Path) -> None:
     model = write_model(family, tmp_path)
     work = Workload(prompt_tokens=20, new_tokens=4, quantize="int4")
-    loaded = duoka.load(duoka.plan(tmp_path, "virtual:2x16MiB", work, use_all=True))
+    loaded = duoka.load(duoka.plan(tmp_path, "virtual:2x24MiB", work, use_all=True))
     hold_stacks(loaded, model, "int4")
     tokens = torch.arange(20, device="vgpu:0")[None]
     assert loaded.generate(tokens, max_new_tokens=3, do_sample=False).shape == (1, 23)
