@@ -189,13 +189,13 @@ class Family:
         return measure(self.model())
 
 
-def build(name: str, *, seed: int = 0) -> PreTrainedModel:
-    """Build a family's tiny model with random weights, in eval mode."""
+def build(name: str, *, seed: int = 0, sizes: dict[str, Any] | None = None) -> PreTrainedModel:
+    """Build a family's tiny model with random weights, in eval mode; `sizes` change the config."""
     torch.manual_seed(seed)
     # Importing a family's module may warn as well as building its model.
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
-        model = _model_class(name)(_configuration(name))
+        model = _model_class(name)(_configuration(name, sizes))
     _spread(model)
     return model.eval()
 
@@ -291,16 +291,19 @@ def _model_class(name: str) -> type[PreTrainedModel]:
     return getattr(module, chosen if isinstance(chosen, str) else chosen[0])
 
 
-def _configuration(name: str) -> PretrainedConfig:
+def _configuration(name: str, sizes: dict[str, Any] | None = None) -> PretrainedConfig:
     config_class = CONFIG_MAPPING[name]
-    return config_class(**_fields(config_class, _SPECIAL.get(name, {})))
+    return config_class(**_fields(config_class, _SPECIAL.get(name, {}), sizes or {}))
 
 
-def _fields(config_class: type[PretrainedConfig], special: dict[str, Any]) -> dict[str, Any]:
+def _fields(
+    config_class: type[PretrainedConfig], special: dict[str, Any], sizes: dict[str, Any]
+) -> dict[str, Any]:
+    sizes = {**_SIZES, **sizes}
     fields: dict[str, Any] = {}
     for field, parameter in inspect.signature(config_class.__init__).parameters.items():
-        if field in _SIZES:
-            fields[field] = _SIZES[field]
+        if field in sizes:
+            fields[field] = sizes[field]
         elif isinstance(parameter.default, float) and field.endswith(_NO_DROPOUT):
             fields[field] = 0.0
     return {**fields, **special}

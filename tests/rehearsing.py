@@ -122,7 +122,7 @@ def build_model(name: str, quantize: Quantization = "none", **changes: Any) -> P
     """A small model without data."""
     model = models.build({**tiny.CONFIGS[name], **changes}, dtype=torch.bfloat16)
     if quantize in ("int8", "int4", "nf4"):
-        quantize_model(model, quantize)
+        quantize_model(model, quantize, trains=True)
     return model
 
 

@@ -67,6 +67,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         bos_token_id=0,
     ),
     "experts": lambda: MixtralConfig(**SIZES, num_local_experts=4),
+    # Wide enough for every kind of quantized experts.
+    "wide experts": lambda: MixtralConfig(
+        **{**SIZES, "hidden_size": 64, "intermediate_size": 64}, num_local_experts=8
+    ),
 }
 
 

@@ -38,7 +38,8 @@ class Case:
     def build(self) -> Any:
         model = models.build(self.config, dtype=getattr(torch, self.workload.dtype))
         if self.workload.quantize != "none":
-            quantize_model(model, self.workload.quantize)
+            trains = self.workload.training is not None
+            quantize_model(model, self.workload.quantize, trains=trains)
         return model
 
     def profile(self) -> Profile:

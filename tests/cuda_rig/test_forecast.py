@@ -138,6 +138,20 @@ def test_adapters_beside_quantized_weights(quantize: Any, dropout: float) -> Non
     check(case, over=0.001, segments=2)
 
 
+@pytest.mark.cuda_rig(gpus=ONE)
+@pytest.mark.parametrize("quantize", ["int8", "nf4"])
+def test_adapters_beside_quantized_experts(quantize: Any) -> None:
+    case = small("experts", ONE, prompt=300, quantize=quantize, training=Training())
+    check(case, over=0.001, segments=2)
+
+
+@pytest.mark.cuda_rig(gpus=ONE)
+@pytest.mark.parametrize("quantize", ["int4", "int8", "nf4"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_generation_with_quantized_experts(quantize: Any, batch: int) -> None:
+    check(small("experts", ONE, prompt=300, new=6, batch=batch, quantize=quantize))
+
+
 @pytest.mark.cuda_rig(gpus=TWO)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_training_on_two_gpus(checkpointing: bool) -> None:

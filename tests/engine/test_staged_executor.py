@@ -104,6 +104,7 @@ def test_processes_answer_as_one_does(plan: Any, staged: Engine) -> None:
         ("tied", 2, {}),
         ("llama", 2, {"cache": "paged-int8"}),
         ("experts", 3, {"quantize": "nf4"}),
+        ("wide experts", 2, {"quantize": "nf4"}),
     ],
 )
 def test_more_processes_and_stages_answer_as_one_does(
@@ -116,6 +117,19 @@ def test_more_processes_and_stages_answer_as_one_does(
     ):
         # In 8 bit a key at the edge of two integers may be rounded to either, by its company.
         alike(inline, staged, within=1e-3 if "cache" in work else 1e-4)
+
+
+@pytest.mark.slow
+def test_processes_with_experts_in_int4_answer_as_one_does(tmp_path: Path) -> None:
+    """One request at a time: tensor cores round to 16 bit, by the company of a token."""
+    plan = make_plan("wide experts", tmp_path, 2, quantize="int4")
+    with (
+        Engine(plan, processes=False, warm_up="first") as inline,
+        Engine(plan, processes=True, warm_up="first") as staged,
+    ):
+        for text in prompts(4):
+            (expected,), (answer,) = inline.generate([text]), staged.generate([text])
+            assert ids(answer) == ids(expected)
 
 
 def test_what_a_process_does_not_use_is_told(

@@ -111,6 +111,13 @@ def test_adapters_beside_quantized_weights(quantize: Any, training: dict[str, An
     hold("llama", workload, [2], by_rules=False)
 
 
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+@pytest.mark.parametrize("training", only([{}], [{}, LEAN]))
+def test_adapters_beside_quantized_experts(quantize: Any, training: dict[str, Any]) -> None:
+    workload = replace(rehearsing.load(70, batch=2, lora_rank=4, **training), quantize=quantize)
+    hold("experts", workload, [3], by_rules=False)
+
+
 def test_what_is_computed_again_together_is_one_block() -> None:
     workload = rehearsing.load(300, batch=2, gradient_checkpointing=True, **FULL)
     profile = trace_alone("bloom", workload)

@@ -25,6 +25,7 @@ from duoka.errors import LoadError
 
 from .build import resolve
 from .chatglm import RENAMED
+from .quantization import ExpertStack
 from .trainable import adapted_layers, base_name, inject
 
 _FUSED = "self_attention.query_key_value"
@@ -338,6 +339,11 @@ def refuse_other_model(model: nn.Module, adapter: LoraAdapter) -> None:
         else:
             stack = parameters.get(adapter.target(name))
             sizes = None if stack is None else tuple(stack.shape[-2:])
+            if isinstance(stack, ExpertStack):
+                raise LoadError(
+                    f"quantized experts can't have adapters, and this one adapts {name}",
+                    hint="load the model without --quantize",
+                )
         ends = (layer.down.shape[1], len(layer.up))
         # Stacks of experts store inputs and outputs in either order.
         if ends == sizes or (sizes and layer.parameter is not None and ends == sizes[::-1]):

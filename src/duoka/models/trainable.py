@@ -25,7 +25,7 @@ from duoka.errors import ModelError, UsageError
 from duoka.forecast.workload import Training
 
 from .chunked_loss import chunk_loss
-from .quantization import freeze_quantized
+from .quantization import ExpertStack, freeze_quantized
 
 _ADAPTED = ".base_layer"
 """The suffix of an adapted layer's own name: peft wraps the layer in a module of its old name."""
@@ -133,11 +133,30 @@ def _adapt(model: nn.Module, training: Training, dtype: torch.dtype, frozen: Seq
         target_modules=known_targets(model, training.lora_targets, frozen) or _ALL_LINEAR,
         exclude_modules=rf"({'|'.join(map(re.escape, frozen))})(\..*)?" if frozen else None,
     )
+    _unwrap_quantized_experts(model)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in originals and parameter.dtype != dtype:
                 learns = parameter.requires_grad
                 setattr(module, name, nn.Parameter(parameter.detach().to(dtype), learns))
+
+
+# peft adapts the stacked experts of some families, where it takes ``all-linear`` to mean them too.
+def _unwrap_quantized_experts(model: nn.Module) -> None:
+    """Remove the adapters of quantized experts, which stay frozen."""
+    wrapped = []
+    for name, layer in adapted_layers(model):
+        experts = layer.get_base_layer()
+        adapted = getattr(experts, getattr(layer, "parameter_name", "weight"))
+        if isinstance(adapted, ExpertStack):
+            wrapped.append((name, experts))
+    for name, experts in wrapped:
+        model.set_submodule(base_name(name), experts)
+    if wrapped and next(adapted_layers(model), None) is None:
+        raise UsageError(
+            f"quantized experts can't have adapters: {base_name(wrapped[0][0])}",
+            hint="choose other LoRA targets, or train without --quantize",
+        )
 
 
 def known_targets(

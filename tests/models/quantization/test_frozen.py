@@ -8,14 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from quantized_experts import with_dequantized_experts
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from duoka import Checkpoint, Placement, Workload, virtual
-from duoka.errors import ModelError
+from duoka.errors import LoadError, ModelError, UsageError
 from duoka.forecast.workload import Training
 from duoka.models import initialize_adapters, make_trainable
 from duoka.models.from_checkpoint import build_model
+from duoka.models.lora import LoraAdapter, LowRank, put_adapter
 from duoka.models.quantization import (
     Scheme,
     freeze_quantized,
@@ -114,6 +123,76 @@ def test_layers_that_gradients_cannot_pass_are_named() -> None:
     )
     with pytest.raises(ModelError, match="out_proj, NonDyn"):
         freeze_quantized(attention)
+
+
+def with_experts(scheme: Scheme) -> Any:
+    """A tiny model with a dense expert shared by all tokens, and stacks of experts."""
+    torch.manual_seed(0)
+    config = Qwen2MoeConfig(
+        vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=64, num_experts=4,
+        shared_expert_intermediate_size=64, num_experts_per_tok=2, norm_topk_prob=True,
+    )  # fmt: skip
+    model = Qwen2MoeForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.15)
+    quantize_model(model, scheme, trains=scheme != "int4")
+    return model
+
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_gradients_pass_quantized_experts(scheme: Scheme, checkpointing: bool) -> None:
+    model = with_experts(scheme)
+    training = Training(lora_rank=4, lora_targets=ATTENTION, gradient_checkpointing=checkpointing)
+    expected = gradients(with_dequantized_experts(model), "cpu", training)
+    assert len(expected) == 2 * 4 * 2
+    with virtual.gpus([None], data="cpu"):
+        for device in ("cpu", "vgpu:0"):
+            result = gradients(copy.deepcopy(model), device, training)
+            assert result.keys() == expected.keys()
+            for name, gradient in result.items():
+                torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5)
+
+
+def test_quantized_experts_have_no_adapters() -> None:
+    """By default peft adapts the experts of some families; quantized ones stay frozen."""
+    config = Qwen3MoeConfig(
+        vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=2, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=64, num_experts=4,
+        num_experts_per_tok=2, mlp_only_layers=[0],
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config)
+    quantize_model(model, "nf4", trains=True)
+    experts = copy.deepcopy(model)
+    names = gradients(model, "cpu")
+    assert names
+    assert not any("experts" in name for name in names)
+    training = Training(lora_targets=("gate_proj", "up_proj", "down_proj"))
+    refusal = r"quantized experts can't have adapters: model\.layers\.1\.mlp\.experts"
+    with pytest.raises(UsageError, match=refusal):
+        make_trainable(experts, training, torch.float32)
+
+
+def test_an_adapter_of_experts_is_refused_beside_quantized_ones() -> None:
+    ranks = LowRank(
+        down=torch.ones(8, 64), up=torch.ones(64, 8), scaling=1.0, parameter="down_proj",
+        num_experts=4,
+    )  # fmt: skip
+    adapter = LoraAdapter(layers={"model.layers.0.mlp.experts": ranks})
+    with pytest.raises(LoadError, match="quantized experts can't have adapters"):
+        put_adapter(with_experts("int8"), adapter)
+
+
+def test_experts_in_int4_have_no_gradients() -> None:
+    experts = with_experts("int4").model.layers[0].mlp.experts
+    with pytest.raises(ModelError, match="has no backward: its weight is Int4Rows"):
+        freeze_quantized(experts)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

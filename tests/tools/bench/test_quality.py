@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import tuning
 from checkpoints import write_random
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ import duoka
 from duoka import Checkpoint, Fleet, Workload
 from duoka.cli.main import run
 from duoka.errors import UsageError
+from duoka.forecast.workload import Quantization
 from duoka.models.text.tokenizer import load_tokenizer
 from duoka.tools.bench.quality import Quality, Score, Windows, measure_quality, windows_for
 from duoka.tools.demo.checkpoint import CONFIG
@@ -129,3 +131,17 @@ def test_texts_that_are_none_are_refused(
         measure_quality(Checkpoint.open(model), file, FLEET)
     with pytest.raises(UsageError, match="can't be read"):
         measure_quality(Checkpoint.open(model), tmp_path, FLEET)
+
+
+@pytest.mark.slow
+def test_quantized_experts_are_measured(tmp_path: Path, text: Path) -> None:
+    checkpoint = Checkpoint.open(tuning.write_model("wide experts", tmp_path / "model"))
+    windows = Windows(context_tokens=64)
+    forms: tuple[Quantization, ...] = ("int8", "int4", "nf4")
+    quality = measure_quality(checkpoint, text, FLEET, forms=forms, windows=windows)
+    plain, *scores = quality.scores
+    assert [score.weights for score in scores] == list(forms)
+    for score in scores:
+        assert score.perplexity == pytest.approx(plain.perplexity, rel=0.3)
+        assert score.weight_bytes < 0.75 * plain.weight_bytes
+    assert scores[0].perplexity == pytest.approx(plain.perplexity, rel=0.02)

@@ -104,9 +104,11 @@ def _reason(
     owner = name.rpartition(".")[0]
     module, parameter = model.get_submodule(owner), model.get_parameter(name)
     if _is_stack(module, parameter):
-        rows, columns = parameter.shape[:0:-1] if module.is_transposed else parameter.shape[1:]
-        return refused_shape(scheme, rows, columns)
-    if not isinstance(module, nn.Linear):
+        # The forward pass takes quantized stacks only, so one refused stack refuses all.
+        stacks = [stack for stack in module.parameters(recurse=False) if _is_stack(module, stack)]
+        shapes = [s.shape[:0:-1] if module.is_transposed else s.shape[1:] for s in stacks]
+        return next(filter(None, (refused_shape(scheme, *shape) for shape in shapes)), None)
+    if type(module).forward is not nn.Linear.forward:
         if parameter.ndim >= _STACK_DIMENSIONS and "expert" in name:
             return "stacked experts with a forward pass of their own"
         return "embeddings" if isinstance(module, nn.Embedding) else "other layers"

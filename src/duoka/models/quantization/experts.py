@@ -180,8 +180,9 @@ def _experts_linear(
     size = torch.Size((rows, inputs.shape[1]))
     for number, pairs in _tiles(experts, len(tensors[0]), _TILE_ROWS if is_gpu else None):
         weight = _weight_of(kind, [tensor[number] for tensor in tensors], size, inputs.dtype)
-        states = inputs.index_select(0, pairs // top_k if shared else pairs)
-        outputs.index_copy_(0, pairs, F.linear(states, weight))
+        rows_of = pairs // top_k if shared else pairs
+        # No tensor of a tile has a name, which would keep it during the next tile.
+        outputs.index_copy_(0, pairs, F.linear(inputs.index_select(0, rows_of), weight))
     return outputs
 
 
@@ -195,8 +196,9 @@ def _experts_backward(
         _reserve(gradient.device, _backward_bytes(gradient, columns))
     for number, pairs in _tiles(experts, len(tensors[0]), _TILE_ROWS if is_gpu else None):
         weight = _weight_of(kind, [tensor[number] for tensor in tensors], size, gradient.dtype)
-        unpacked = weight.unpacked(gradient.dtype)
-        outputs.index_copy_(0, pairs, gradient.index_select(0, pairs) @ unpacked)
+        outputs.index_copy_(
+            0, pairs, gradient.index_select(0, pairs) @ weight.unpacked(gradient.dtype)
+        )
     return outputs
 
 
@@ -236,7 +238,8 @@ def _tile_bytes(inputs: Tensor, tensors: Sequence[Tensor], kind: Any, rows: int)
     columns, size = inputs.shape[1], inputs.element_size()
     states = [_TILE_ROWS * columns * size, _TILE_ROWS * rows * size]
     if hasattr(kind, "input_bytes"):
-        return [*states, *kind.input_bytes(_TILE_ROWS, inputs)]
+        cast = [] if inputs.dtype == torch.bfloat16 else [2 * _TILE_ROWS * rows]
+        return [*states, *cast, *kind.input_bytes(_TILE_ROWS, inputs)]
     return [*states, rows * columns * size]
 
 

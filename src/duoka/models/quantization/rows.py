@@ -53,7 +53,7 @@ def _fill(target: Tensor, start: int, source: Tensor) -> None:
 def _try_fill(target: Tensor, start: int, source: Tensor) -> bool:
     """Quantize rows at once; return False if memory is short and the rows can be halved."""
     try:
-        taken = source.to(device=target.device, dtype=computes_in(target))
+        taken = source.contiguous().to(device=target.device, dtype=computes_in(target))
         make = getattr(type(target), "of", None)  # of duoka's own classes
         rows = quantize(taken, scheme_of(target)) if make is None else make(taken)
         _write(target, start, rows)

@@ -100,7 +100,7 @@ class _Tiles(Composed):
 
     @classmethod
     def input_bytes(cls, tokens: int, inputs: Tensor) -> list[int]:
-        """Return the sizes of the copies that `multiply_packed` makes of [tokens, columns]."""
+        """Return the sizes of the copies of [tokens, columns] that `multiply_packed` makes."""
         columns = inputs.shape[1]
         padded = 2 * tokens * (columns + -columns % _TILE_COLUMNS)
         casts = [] if inputs.dtype == torch.bfloat16 else [2 * tokens * columns]
@@ -261,7 +261,8 @@ def refused_shape(scheme: Scheme, rows: int, columns: int) -> str | None:
     multiple = {"int4": GROUPS[-1], "int8": 1, "nf4": BLOCK}[scheme]
     if rows % ROWS == 0 and columns % multiple == 0:
         return None
-    return f"experts of a shape unsupported by {scheme} (rows in {ROWS}s, columns in {multiple}s)"
+    columns_limit = f", columns in {multiple}s" if multiple > 1 else ""
+    return f"experts of a shape unsupported by {scheme} (rows in {ROWS}s{columns_limit})"
 
 
 def quantize_stack(

@@ -44,6 +44,8 @@ _COLUMNS = 1024  # the tensor-core kernel for int4 requires a multiple of this n
 TILES = 8
 """`inner_k_tiles` of the tensor-core layout for int4; torchao uses no other value."""
 _TILED, _OPAQUE = "Int4TilePackedTo4dTensor", "Int4OpaqueTensor"
+_GPU_LAYOUTS = frozenset({_TILED, "Int4Tiles", "Int8Tiles"})
+_CPU_LAYOUTS = frozenset({_OPAQUE, "Int4Rows"})
 _SCHEMES: dict[str, Scheme] = {"Int8Tensor": "int8", "Nf4Weight": "nf4"}
 _SCHEMES |= {"Int8Tiles": "int8", "Int8Rows": "int8"}
 INT4_CLASSES = frozenset({_TILED, _OPAQUE, "Int4Tiles", "Int4Rows"})
@@ -107,11 +109,11 @@ def empty_weight(tensor: Tensor, device: torch.device) -> Tensor:
 
 def move_weight(tensor: Tensor, device: torch.device) -> Tensor:
     """Move a quantized weight to another device."""
-    is_tiled = type(tensor).__name__ == _TILED
-    if type(tensor).__name__ in (_TILED, _OPAQUE) and is_tiled == (device.type == "cpu"):
+    name = getattr(tensor, "weight_class", type(tensor)).__name__
+    if name in (_GPU_LAYOUTS if device.type == "cpu" else _CPU_LAYOUTS):
         raise ModelError(
-            f"a weight in int4 can't go from {tensor.device} to {device}: CPU and GPU kernels use "
-            "different layouts",
+            f"a weight in {_scheme_of_class(name)} can't go from {tensor.device} to {device}: CPU "
+            "and GPU kernels use different layouts",
             hint="load the model with a plan for that device",
         )
     return tensor.to(device)
@@ -119,7 +121,11 @@ def move_weight(tensor: Tensor, device: torch.device) -> Tensor:
 
 def scheme_of(tensor: Tensor) -> Scheme:
     """Return the scheme of a quantized weight."""
-    name = type(tensor).__name__
+    return _scheme_of_class(type(tensor).__name__)
+
+
+def _scheme_of_class(name: str) -> Scheme:
+    """Return the scheme of a class of quantized weights, by its name."""
     return "int4" if name in INT4_CLASSES else _SCHEMES[name]
 
 

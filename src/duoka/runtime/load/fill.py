@@ -172,19 +172,20 @@ class Quantizer:
     """Fills quantized weights from boxes of unquantized ones, in any order."""
 
     def __init__(self) -> None:
-        # By name: incomplete weights on the host, and the number of their missing elements.
+        # By name: rows gathered on the host, ranges of rows that were quantized without, and the
+        # number of missing elements.
         self._gathered: dict[str, Tensor] = {}
+        self._filled: dict[str, list[tuple[int, int]]] = {}
         self._missing: dict[str, int] = {}
 
     def put(self, name: str, target: Tensor, box: Box, source: Tensor) -> None:
         """Quantize a box of a weight, at once if possible, else once the weight is complete."""
         if isinstance(target, ExpertStack):
-            (first, last), *inner = box
-            for number in range(first, last):
-                expert, rows = target.expert(number), source[number - first]
-                if target.is_transposed:
-                    inner, rows = inner[::-1], rows.T
-                self._put_matrix(f"{name}[{number}]", expert, inner, rows)
+            (first, _), *inner = box
+            if target.is_transposed:
+                inner, source = inner[::-1], source.mT
+            for number, rows in enumerate(source, first):
+                self._put_matrix(f"{name}[{number}]", target.expert(number), inner, rows)
         else:
             self._put_matrix(name, target, box, source)
 
@@ -193,11 +194,23 @@ class Quantizer:
         (start, stop), columns = box
         if columns == (0, target.shape[1]) and takes_rows(target, start, stop):
             fill_rows(target, start, source)
-            return
-        if name not in self._gathered:
-            self._gathered[name] = torch.empty(target.shape, dtype=computes_in(target))
-            self._missing[name] = target.numel()
-        self._gathered[name][start:stop, slice(*columns)] = source
-        self._missing[name] -= source.numel()
+            self._filled.setdefault(name, []).append((start, stop))
+        else:
+            if name not in self._gathered:
+                self._gathered[name] = torch.empty(target.shape, dtype=computes_in(target))
+            self._gathered[name][start:stop, slice(*columns)] = source
+        self._missing[name] = self._missing.get(name, target.numel()) - source.numel()
         if not self._missing[name]:
-            fill_rows(target, 0, self._gathered.pop(name))
+            self._finish(name, target)
+
+    # Of a gate's 96 rows in a weight of 192, read in parts of 64, rows 0 to 64 can be quantized
+    # alone. Rows 64 to 96 wait for those after them, and 64 to 192 are quantized together.
+    def _finish(self, name: str, target: Tensor) -> None:
+        """Quantize the gathered rows of a complete weight."""
+        del self._missing[name]
+        rows = self._gathered.pop(name, None)
+        edge = 0
+        for start, stop in (*sorted(self._filled.pop(name, [])), (target.shape[0], 0)):
+            if rows is not None and edge < start:
+                fill_rows(target, edge, rows[edge:start])
+            edge = stop
