@@ -180,10 +180,10 @@ class Quantizer:
         """Quantize a box of a weight, at once if possible, else once the weight is complete."""
         if isinstance(target, ExpertStack):
             (first, last), *inner = box
+            if target.is_transposed:
+                inner, source = inner[::-1], source.mT
             for number in range(first, last):
                 expert, rows = target.expert(number), source[number - first]
-                if target.is_transposed:
-                    inner, rows = inner[::-1], rows.T
                 self._put_matrix(f"{name}[{number}]", expert, inner, rows)
         else:
             self._put_matrix(name, target, box, source)
