@@ -43,8 +43,9 @@ def forward(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tens
     if any(isinstance(weight, ExpertStack) for weight in module.parameters(recurse=False)):
         return compute(module, hidden, index, weights)
     # The experts of another layer are on the host or quantized, and all share a configuration.
-    own = type(module).forward.__wrapped__
-    usual = ALL_EXPERTS_FUNCTIONS.get_interface(getattr(module.config, USUAL, None) or "eager", own)
+    eager = type(module).forward.__wrapped__
+    name = getattr(module.config, USUAL, None) or "eager"
+    usual = ALL_EXPERTS_FUNCTIONS.get_interface(name, eager)
     result: Tensor = usual(module, hidden, index, weights)
     return result
 
