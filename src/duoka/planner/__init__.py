@@ -9,6 +9,7 @@
 - `page_count`: the number of pages of a paged KV cache that fit
 - `room`: the recommended free memory, and the preference among prefill chunks
 - `offload`: the weights that may stay in CPU memory
+- `host_experts`: the placement with the experts of some layers in host memory
 - `suggestions`, `gpu_upgrades`: changes that make a workload fit
 - `out_of_memory`: suggestions if a device has less memory at run time than planned
 - `replicas`: data-parallel replicas of a model on one fleet
