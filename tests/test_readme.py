@@ -2,9 +2,10 @@
 
 A block after the comment ``<!-- run -->`` is run: in ``console`` blocks every line that begins
 with ``$``, in ``python`` blocks all of it. They run one after the other in a directory where
-``glm-4-9b-chat`` and ``chatglm3-6b`` hold the published configs and indices, and no weights. What a
-console block shows must be printed, line by line, but for small differences in what is measured;
-a line of ``…`` stands for anything.
+``glm-4-9b-chat`` and ``chatglm3-6b`` hold the published configs and indices, and no weights, and
+``glm-4.5-air`` has a config with the sizes of that model. What a console block shows must be
+printed, line by line, but for small differences in what is measured; a line of ``…`` stands for
+anything.
 
 The pages of docs/situations say besides on what a block is run: ``<!-- run on eight-3090 -->`` on a
 recorded machine, ``<!-- run on code -->`` with the code that comes with a checkpoint, and
@@ -123,6 +124,7 @@ def workplace(published_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (tmp_path / name).mkdir()
         shutil.copy(published_data / "configs" / f"{name}.json", tmp_path / name / "config.json")
         shutil.copy(published_data / "indices" / f"{name}.{index}", tmp_path / name / index)
+    shutil.copytree(ROOT / "tests/data/models/glm-4.5-air", tmp_path / "glm-4.5-air")
     as_people_run_it(tmp_path, monkeypatch)
     return tmp_path
 

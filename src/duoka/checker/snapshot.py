@@ -27,7 +27,7 @@ from duoka.base.model_code import is_installed
 from duoka.models.quantization import empty_weight, is_composed, move_weight, parts
 from duoka.runtime.dispatch.dispatch import stream
 from duoka.runtime.dispatch.install_movers import install_on
-from duoka.runtime.dispatch.place_tensors import fill, on_host, tensor_names
+from duoka.runtime.dispatch.place_tensors import fill, on_host, tensor_names, with_host_experts
 from duoka.virtual import VirtualTensor
 
 _LruCache = type(cache(len))
@@ -57,7 +57,8 @@ def on_virtual_gpus(
     snapshot = ModelSnapshot(model)
     hosts = on_host(model, devices, offloaded)
     try:
-        snapshot.move({name: device for name, device in devices.items() if name not in hosts})
+        placed = with_host_experts(model, devices)
+        snapshot.move({name: device for name, device in placed if name not in hosts})
         installed = install_on(model, device_by_module)
         streamers = stream(model, offloaded, devices)
         try:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from duoka.errors import ModelError
 from duoka.forecast.serving import Capacity, WarmUp
 from duoka.forecast.workload import PAGED_CACHES, Workload
+from duoka.models.quantization import computing_devices
 from duoka.planner.plan import Plan
 from duoka.report.measured import Fallback, PeakBytes
 from duoka.runtime import devices
@@ -126,7 +127,7 @@ class InlineExecutor:
             self._publisher = Publisher(plan, model, plan.devices, busy_shares=shares)
             self._resources.callback(self._publisher.close)
         self._open_model = partial(_open_model, model, capacity, workload, warm_up)
-        self._devices = {str(parameter.device) for parameter in model.parameters()}
+        self._devices = set(map(str, computing_devices(model)))
         self.capacity = capacity
         # When each step in flight began, its parts, and what is sampled for each part.
         self._steps: deque[_StepInFlight] = deque()

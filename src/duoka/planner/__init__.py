@@ -10,6 +10,7 @@
 - `room`: the recommended free memory, and the preference among prefill chunks
 - `host_experts`: the fastest placement with experts in host memory
 - `offload`: the weights that may stay in CPU memory
+- `host_experts`: the placement with the experts of some layers in host memory
 - `suggestions`, `gpu_upgrades`: changes that make a workload fit
 - `out_of_memory`: suggestions if a device has less memory at run time than planned
 - `replicas`: data-parallel replicas of a model on one fleet

@@ -81,6 +81,11 @@ def _refuse_conflicts(problem: PlanProblem) -> None:
             "where modules run: it can't be combined with offload",
             "omit the map, or the offload",
         ),
+        (
+            problem.constraints.experts == "host",
+            "where experts are: it can't be combined with experts in host memory",
+            "omit the map, or --experts",
+        ),
     ):
         if is_given:
             raise UsageError(f"a device map already decides {decided}", hint=hint)

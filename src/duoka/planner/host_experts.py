@@ -15,10 +15,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from duoka.base.units import format_bytes
+from duoka.errors import DuokaError, InfeasibleError, UsageError
 from duoka.forecast.costs import Costs, Ints
 from duoka.forecast.profile import Profile
+from duoka.forecast.workload import ALL_EXPERTS
 from duoka.hardware.device import Device
 
+from .limits import host_of
 from .request import PlanProblem
 from .room import room_bytes
 from .search.device_groups import DeviceGroup, group_devices, link_seconds
@@ -74,6 +78,7 @@ class HostSearch:
         """
         devices = [group.devices for group in self._groups]
         most = min(len(self._problem.fleet.devices), self._on_gpus.num_blocks)
+        num_stages = range(most if self._problem.use_all else 1, most + 1)
         transfers = None
         if self._links is not None:
             firsts, lasts = [group[0] for group in devices], [group[-1] for group in devices]
@@ -81,7 +86,11 @@ class HostSearch:
         while True:
             tables = np.array([[self._seconds(group) for group in self._groups]])
             programme = Programme(
-                tables, devices, transfers=transfers, slowest=False, num_stages=range(1, most + 1)
+                tables,
+                devices,
+                transfers=transfers,
+                slowest=False,
+                num_stages=num_stages,
             )
             optimum = programme.find_best()
             if optimum is None or not np.isfinite(optimum[1]):
@@ -173,3 +182,38 @@ class HostSearch:
 def _bytes(profile: Profile, blocks: Iterable[int]) -> int:
     """Return the bytes of the weights of blocks."""
     return sum(sum(profile.kinds[profile.blocks[block].kind].weight_bytes) for block in blocks)
+
+
+def no_host_experts(profile: Profile, problem: PlanProblem) -> DuokaError:
+    """Return the error for a plan with all experts on the host, if there is none."""
+    if not any(block.experts for block in profile.blocks):
+        return UsageError(
+            f"{profile.model} has no experts that can be in host memory",
+            hint="omit --experts",
+        )
+    if problem.workload.training is not None:
+        return UsageError("experts in host memory can't be trained", hint="omit --experts")
+    host, find = host_of(problem), problem.find_profile
+    if host is None:
+        return UsageError(
+            "the size of the host's memory is unknown, and all experts are to be there",
+            hint="declare it: --host-memory 64GiB",
+        )
+    if find is None:
+        return UsageError(
+            "the experts of a model given as an object can't be in host memory",
+            hint="give the directory of its checkpoint, or omit experts",
+        )
+    needed_bytes = find(replace(problem.workload, host_experts=ALL_EXPERTS)).expert_bytes
+    if (missing_bytes := needed_bytes - host.budget_bytes) > 0:
+        return InfeasibleError(
+            f"all experts of {profile.model} need {format_bytes(needed_bytes)} of host memory, and "
+            f"{format_bytes(host.budget_bytes)} are available",
+            hint="use more host memory (--host-memory), fewer bits (--quantize), or --experts auto",
+            shortfall_bytes=missing_bytes,
+        )
+    return InfeasibleError(
+        f"{profile.model} does not fit with all experts in host memory",
+        hint="use larger GPUs, or a shorter context",
+        shortfall_bytes=0,
+    )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from duoka.base.units import format_bytes, format_count
-from duoka.errors import DuokaError, InfeasibleError, UsageError
+from duoka.errors import InfeasibleError, UsageError
 from duoka.forecast.costs import Costs
 from duoka.forecast.forecast import Forecast
 from duoka.forecast.profile import Profile
@@ -21,7 +21,7 @@ from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 
 from . import search
-from .host_experts import HostSearch
+from .host_experts import HostSearch, no_host_experts
 from .limits import host_of, limits_for, reserves
 from .offload import candidates, lightest
 from .page_count import fill
@@ -80,7 +80,7 @@ def place_best(profile: Profile, problem: PlanProblem, *, leave_room: bool = Tru
     if not isinstance(plan, Plan):
         plan = _place_with_host(profile, gpu_problem, plan) or plan
     if plan is None:
-        raise _no_host_experts(profile, gpu_problem)
+        raise no_host_experts(profile, gpu_problem)
     if isinstance(plan, NoPlacement):
         shortage = plan
         gpus = gpu_problem.fleet.devices
@@ -192,7 +192,9 @@ def _place_with_host(
     """
     host, find = host_of(problem), problem.find_profile
     has_experts = any(block.experts for block in profile.blocks)
-    if problem.constraints.experts == "gpu" or host is None or find is None or not has_experts:
+    if problem.constraints.experts == "gpu" or problem.workload.training is not None:
+        return None
+    if host is None or find is None or not has_experts:
         return None
     on_host = replace(problem.workload, host_experts=ALL_EXPERTS)
     hosted = find(on_host)
@@ -222,25 +224,6 @@ def _make_host_plan(costs: Costs, stages: Stages, seconds: float, problem: PlanP
     plan = _make_plan(costs, solution, peaks, replace(problem, workload=costs.workload))
     forecast = replace(plan.forecast, expert_bytes=costs.profile.expert_bytes)
     return replace(plan, forecast=forecast, why=(host_reason(costs), *plan.why))
-
-
-def _no_host_experts(profile: Profile, problem: PlanProblem) -> DuokaError:
-    """Return the error for a plan with all experts on the host, if there is none."""
-    if not any(block.experts for block in profile.blocks):
-        return UsageError(
-            f"{profile.model} has no experts that can be in host memory",
-            hint="omit --experts",
-        )
-    if host_of(problem) is None:
-        return UsageError(
-            "the size of the host's memory is unknown, and all experts are to be there",
-            hint="declare it: --host-memory 64GiB",
-        )
-    return InfeasibleError(
-        f"{profile.model} does not fit with all experts in host memory",
-        hint="use more host memory, or larger GPUs",
-        shortfall_bytes=0,
-    )
 
 
 def without_cpu(fleet: Fleet) -> Fleet:

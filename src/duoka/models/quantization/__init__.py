@@ -14,7 +14,13 @@ from .choose import notes, quantize_model
 from .composed import StoredWeight, is_composed, num_bytes, parts
 from .experts import forward as forward_experts
 from .frozen import freeze_quantized
-from .host_experts import expert_modules, has_interface, keep_on_host, on_host
+from .host_experts import (
+    computing_devices,
+    expert_modules,
+    has_interface,
+    keep_on_host,
+    on_host,
+)
 from .rows import fill_rows, takes_rows
 from .stacked import ExpertStack
 from .weights import Scheme, computes_in, empty_weight, move_weight, quantize
@@ -24,6 +30,7 @@ __all__ = [
     "Scheme",
     "StoredWeight",
     "computes_in",
+    "computing_devices",
     "empty_weight",
     "expert_modules",
     "fill_rows",

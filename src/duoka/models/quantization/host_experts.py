@@ -71,6 +71,12 @@ def on_host(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
+def computing_devices(model: nn.Module) -> set[torch.device]:
+    """Return the devices of a model's parameters, without experts on the host."""
+    hosted = {id(part) for _, module in on_host(model) for part in module.parameters()}
+    return {part.device for part in model.parameters() if id(part) not in hosted}
+
+
 def compute_on_host(
     compute: Callable[..., Tensor], module: Any, hidden: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:

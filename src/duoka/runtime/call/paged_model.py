@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from duoka.errors import ModelError
 from duoka.forecast.serving import FIRST, Capacity, StepSize, WarmUp
 from duoka.models.kv_cache import new_cache
+from duoka.models.quantization import computing_devices
 from duoka.report.measured import Fallback
 
 from ..devices import peak_bytes
@@ -65,7 +66,7 @@ class PagedModel:
         self.device: torch.device = model.device if device is None else device
         self._attention_before = model.config._attn_implementation
         windows = _windows_of(model)
-        devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
+        devices = computing_devices(model) - {torch.device("meta")}
         self._reasons_to_gather: dict[torch.device, str] = {}
         if capacity.has_block_tables:
             head_dim = _head_dim(model)

@@ -140,6 +140,21 @@ def on_host(
     return hosts
 
 
+def with_host_experts(
+    model: nn.Module, devices: Mapping[str, torch.device]
+) -> Iterator[tuple[str, torch.device]]:
+    """Yield names and devices, for experts on the host the CPU.
+
+    On virtual GPUs without data nothing is computed, so experts on the host are left out.
+    """
+    hosts = [name for name, _ in host_experts(model)]
+    for name, device in devices.items():
+        if device.type == "meta" or not any(is_within(name, host) for host in hosts):
+            yield name, device
+        elif not (is_virtual(device) and active_world().gpus[0].meta):
+            yield name, torch.device("cpu")
+
+
 def move_tensors(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
     """Move the parameters and buffers of these names to their devices, in the order of names."""
     slots = _slots(model)
@@ -147,13 +162,8 @@ def move_tensors(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
     # up, each of which lives until its last slot is refilled; so no slot may be visited twice.
     placed: dict[int, Tensor] = {}
     done: set[tuple[int, str]] = set()
-    hosts = [name for name, _ in host_experts(model)]
-    for name, device in devices.items():
+    for name, device in with_host_experts(model, devices):
         table, key = slots[name]
-        if device.type != "meta" and any(is_within(name, host) for host in hosts):
-            if is_virtual(device) and active_world().gpus[0].meta:
-                continue  # nothing is computed: the host's memory isn't needed
-            device = torch.device("cpu")
         if (id(table), key) in done:
             continue
         done.add((id(table), key))

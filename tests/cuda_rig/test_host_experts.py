@@ -1,0 +1,121 @@
+"""Experts on the host over CUDA: what is forecast, and how often a step waits and copies."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import tuning
+from cuda_rig.test_experts import CONFIG
+from cuda_rig.values import values
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import duoka
+from duoka.cli.main import run
+from duoka.engine import Engine, SamplingParams
+from duoka.engine.executor import InlineExecutor, outcomes_of
+from duoka.engine.sampler import SamplingRow
+from duoka.forecast.serving import Capacity
+from duoka.planner.constraints import Constraints
+from duoka.runtime.call.chunk import Chunk
+
+LAYERS = 2
+SMALL_BYTES = 4096  # a step ahead, and its tokens
+PROMPTS = [[*range(length)] for length in (1, 5, 17, 40)]
+ROW = SamplingRow(params=SamplingParams(), seed=0, place=0)
+LOG = Path(tempfile.gettempdir()) / f"duoka-host-experts-{os.getpid()}"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**{**CONFIG, "num_hidden_layers": LAYERS})
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    tuning.make_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def _engine_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are computed in a thread of the engine's own."""
+    work = Engine._work
+
+    def compute(self: Engine, *arguments: Any) -> None:
+        with values():
+            work(self, *arguments)
+
+    monkeypatch.setattr(Engine, "_work", compute)
+
+
+def make_plan(model: Path, scheme: Any) -> duoka.Plan:
+    work = duoka.Workload(
+        cache="paged", batch=3, prompt_tokens=40, new_tokens=24, dtype="bfloat16",
+        prefill_chunk_tokens=16, pages=4, page_tokens=256, quantize=scheme, cuda_graphs=False,
+    )  # fmt: skip
+    fleet = duoka.Fleet.parse("1GiB").with_host("1GiB,30GB/s")
+    return duoka.plan(model, fleet, work, constraints=Constraints(experts="host"))
+
+
+@pytest.mark.cuda_rig(gpus="1GiB")
+@pytest.mark.usefixtures("_engine_computes")
+@pytest.mark.parametrize("scheme", ["none", "int8", "int4", "nf4"])
+def test_serving_takes_what_is_forecast(model: Path, scheme: Any) -> None:
+    plan = make_plan(model, scheme)
+    assert len(plan.host_experts) == LAYERS
+    with Engine(plan) as engine:
+        assert len(engine.generate(PROMPTS, SamplingParams(max_new_tokens=6))) == len(PROMPTS)
+        assert engine.fallbacks() == []
+    (stage,) = plan.forecast.devices
+    assert torch.cuda.max_memory_reserved(0) == stage.reserved_bytes
+    allocated = torch.cuda.max_memory_allocated(0)
+    assert 0.97 * stage.allocated_bytes <= allocated <= stage.allocated_bytes + SMALL_BYTES
+
+
+@pytest.mark.cuda_rig(gpus="1GiB")
+@pytest.mark.usefixtures("_engine_computes")
+@pytest.mark.parametrize("scheme", ["none", "int4"])
+def test_generate_takes_what_is_forecast(
+    model: Path, scheme: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = "--gpus 0 --context 128 --new-tokens 50 --dtype bfloat16 --experts host --json"
+    options = [*words.split(), "--quantize", scheme, "--host-memory", "1GiB,30GB/s"]
+    assert run(["generate", str(model), *options, "-p", "ab", "-p", "abc" * 9]) == 0
+    measured = json.loads(capfd.readouterr().out)["measured"]
+    ((peak,), (stage,)) = measured["devices"], measured["forecast"]
+    assert peak["reserved_bytes"] == stage["reserved_bytes"]
+
+
+@pytest.mark.cuda_rig(gpus="1GiB", log=LOG)
+@pytest.mark.parametrize("scheme", ["none", "int4"])
+def test_a_layer_waits_once_and_copies_four_times(model: Path, scheme: Any) -> None:
+    """Its tokens, their experts and weights go to the host together, and the sum comes back."""
+    counts = count_step(make_plan(model, scheme))
+    # Each step copies a table to the GPU, and waits for the sampled tokens.
+    assert counts == {
+        "wait for a stream": LAYERS, "wait for an event": 1,
+        "to host": 3 * LAYERS + 1, "to GPU": LAYERS + 1, "pageable": 0,
+    }  # fmt: skip
+
+
+def count_step(plan: duoka.Plan) -> Counter[str]:
+    """Count the waits of a decode step and its copies by direction, in the rig's log."""
+    executor = InlineExecutor(duoka.load(plan), Capacity.of(plan.workload), plan.workload)
+    with values(), torch.no_grad():
+        executor.start()
+        for position in range(7, 12):  # the first steps get pinned memory from the driver
+            start = LOG.stat().st_size
+            chunks = [Chunk(0, [7], position, [0], ROW)]
+            outcomes_of(chunks, executor.sample(chunks))
+            lines = LOG.read_text()[start:].splitlines()
+    executor.close()
+    counts = Counter(line for line in lines if line.startswith("wait"))
+    counts["to host"] = sum(line.startswith("copy 0 to -1") for line in lines)
+    counts["to GPU"] = sum(line.startswith("copy -1 to 0") for line in lines)
+    counts["pageable"] = sum("pageable" in line for line in lines)
+    return counts
