@@ -41,4 +41,5 @@ def base(num_gpus: int) -> Plan:
 
 def hosting(layers: Sequence[int], num_gpus: int = 1) -> Plan:
     names = tuple(f"model.layers.{number}.mlp.experts" for number in layers)
-    return replace(base(num_gpus), host_experts=names)
+    plan = base(num_gpus)
+    return replace(plan, workload=replace(plan.workload, host_experts=names))

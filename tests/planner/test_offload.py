@@ -259,5 +259,5 @@ def test_more_than_the_host_has_is_refused_before_anything_is_read(
     work = Workload(prompt_tokens=300, new_tokens=20)
     plan = plan_model(checkpoint, "virtual:44MiB", work, constraints=OFFLOAD)
     monkeypatch.setattr("duoka.hardware.host.available_bytes", lambda: 1000)
-    with pytest.raises(FleetError, match="of weights to CPU memory, and only 1000 B"):
+    with pytest.raises(FleetError, match="of weights in host memory, and only 1000 B"):
         load(plan)

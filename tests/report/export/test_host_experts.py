@@ -69,7 +69,9 @@ def test_the_field_is_written_only_where_it_says_something() -> None:
 
 def test_experts_are_modules_of_the_placement() -> None:
     with pytest.raises(FormatError, match="inconsistent"):
-        replace(base(2), host_experts=("tower.layers.1.mlp.experts",))
+        plan = base(2)
+        work = replace(plan.workload, host_experts=("tower.layers.1.mlp.experts",))
+        replace(plan, workload=work)
 
 
 def test_experts_are_found_by_the_names_of_others() -> None:
@@ -153,8 +155,9 @@ def test_sglang_takes_all_experts_on_the_host() -> None:
 
 @pytest.mark.parametrize(("scheme", "method"), [("int8", "AMXINT8"), ("int4", "AMXINT4")])
 def test_sglang_takes_converted_experts(scheme: str, method: str) -> None:
-    workload = replace(base(1).workload, quantize=scheme)
-    done = export(replace(hosting([1, 2, 3, 4]), workload=workload), "sglang")
+    hosted = hosting([1, 2, 3, 4])
+    workload = replace(hosted.workload, quantize=scheme)
+    done = export(replace(hosted, workload=workload), "sglang")
     options = parsed(done.text)[2]
     assert (options["--kt-weight-path"], options["--kt-method"]) == ("KT_WEIGHTS", method)
     assert "KT_WEIGHTS is a placeholder" in str(done)
@@ -163,7 +166,7 @@ def test_sglang_takes_converted_experts(scheme: str, method: str) -> None:
 def test_sglang_refuses_what_it_can_only_come_near_to() -> None:
     everywhere = [1, 2, 3, 4]
     nf4, half = (
-        replace(hosting(everywhere), workload=replace(base(1).workload, **change))
+        replace(hosting(everywhere), workload=replace(hosting(everywhere).workload, **change))
         for change in ({"quantize": "nf4"}, {"dtype": "float16"})
     )
     for wrong, why in (
@@ -210,7 +213,8 @@ def test_vllm_refuses_others() -> None:
     for wrong in (hosting([2]), hosting([1, 3]), hosting([1], 2)):
         with pytest.raises(UsageError, match="of the first experts of each GPU there"):
             export(wrong, "vllm")
-    quantized = replace(hosting([1, 2]), workload=replace(base(1).workload, quantize="int8"))
+    hosted = hosting([1, 2])
+    quantized = replace(hosted, workload=replace(hosted.workload, quantize="int8"))
     with pytest.raises(UsageError, match="the size of its own quantized"):
         export(quantized, "vllm")
 
