@@ -29,7 +29,7 @@ def cached_profile(plan: Plan) -> Profile | None:
     on_gpus = find_profile(plan.fingerprint, replace(plan.workload, host_experts=()))
     names = frozenset(plan.host_experts)
     blocks = [at for at, block in enumerate(profile.blocks) if names.intersection(block.experts)]
-    return on_gpus and on_gpus.hosting(blocks, profile)
+    return profile if on_gpus is None else on_gpus.hosting(blocks, profile)
 
 
 def needed_profile(plan: Plan, what_for: str) -> Profile:

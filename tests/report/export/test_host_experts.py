@@ -68,9 +68,9 @@ def test_the_field_is_written_only_where_it_says_something() -> None:
 
 
 def test_experts_are_modules_of_the_placement() -> None:
+    plan = base(2)
+    work = replace(plan.workload, host_experts=("tower.layers.1.mlp.experts",))
     with pytest.raises(FormatError, match="inconsistent"):
-        plan = base(2)
-        work = replace(plan.workload, host_experts=("tower.layers.1.mlp.experts",))
         replace(plan, workload=work)
 
 
