@@ -223,7 +223,11 @@ def _make_host_plan(costs: Costs, stages: Stages, seconds: float, problem: PlanP
     peaks = [stage for stage in _stage_peaks(costs, solution, problem.fleet) if stage is not None]
     plan = _make_plan(costs, solution, peaks, replace(problem, workload=costs.workload))
     forecast = replace(plan.forecast, expert_bytes=costs.profile.expert_bytes)
-    return replace(plan, forecast=forecast, why=(host_reason(costs), *plan.why))
+    plan = replace(plan, forecast=forecast, why=(host_reason(costs), *plan.why))
+    if forecast.seconds is not None:
+        return plan
+    headroom = float(min(stage.headroom_bytes for stage in forecast.devices))
+    return replace(plan, objective="headroom", value=headroom, bound=headroom)
 
 
 def without_cpu(fleet: Fleet) -> Fleet:
