@@ -108,7 +108,7 @@ def read_host(text: str) -> Device:
         raise UsageError(f"{_quote(text)} is not host memory: {problem}", hint=HOST_FORM)
     budget = _parse_size(size, text, forms=HOST_FORM)
     rate_bytes = _parse_size(speed[1], text, parse_bytes, HOST_FORM) if speed else None
-    return host_device(budget, rate_bytes)
+    return host_device(budget, None if rate_bytes is None else float(rate_bytes))
 
 
 def format_host(host: Device) -> str:

@@ -34,6 +34,7 @@ def find_largest(profile: Profile, problem: PlanProblem) -> Plan | NoPlan:
 
     Experts are in host memory only if all are to be there: with "auto" the GPUs limit the size.
     """
+    request = problem.request
     if problem.constraints.experts == "auto":
         constraints = replace(problem.constraints, experts="gpu")
         problem = replace(problem, constraints=constraints)
@@ -59,7 +60,8 @@ def find_largest(profile: Profile, problem: PlanProblem) -> Plan | NoPlan:
             plan = place_best(profile, resize(index))
             assert isinstance(plan, Plan), "it fits"
             reason = _reason(profile, problem, plan, is_last=index == len(sizes) - 1)
-            return replace(plan, why=(reason, *plan.why))
+            request = replace(plan.request, constraints=request.constraints)
+            return replace(plan, why=(reason, *plan.why), request=request)
 
     def describe() -> InfeasibleError:
         plan = place_best(profile, smallest_problem(profile, problem))
