@@ -20,6 +20,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from duoka.tuner.run import RunDirectory
@@ -83,6 +84,15 @@ def write_model(family: str, path: Path) -> Path:
             if parameter.dim() > 1:
                 parameter.normal_(std=0.15)
     model.save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
+def write_of_config(path: Path, **config: Any) -> Path:
+    """A checkpoint of a configuration in bfloat16, with random weights and a tokenizer."""
+    torch.manual_seed(0)
+    settings = AutoConfig.for_model(**config)
+    AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).save_pretrained(path)
     make_tokenizer().save_pretrained(path)
     return path
 

@@ -7,9 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 import tuning
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from .conftest import Program
 
@@ -25,12 +23,7 @@ SMALL = (*OPTIONS, "virtual:22MiB", "--host-memory", "1GiB,30GB/s")
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("experts")
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(**CONFIG)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
-    tuning.make_tokenizer().save_pretrained(path)
-    return path
+    return tuning.write_of_config(tmp_path_factory.mktemp("experts"), **CONFIG)
 
 
 def test_a_plan_is_saved_checked_and_exported(

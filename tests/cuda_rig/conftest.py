@@ -28,16 +28,26 @@ with quiet_libraries():  # by itself it starts CUDA where torchao is installed
 _IS_RIG = hasattr(ctypes.CDLL(None), "rig_restart")
 
 
-@pytest.fixture
-def engine_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def _compute_in_engine(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
     """Compute with numbers in the engine's thread, too, in which it runs steps."""
     work = Engine._work
 
     def compute(self: Engine, *arguments: Any) -> None:
-        with values(most=None):
+        with values(**settings):
             work(self, *arguments)
 
     monkeypatch.setattr(Engine, "_work", compute)
+
+
+@pytest.fixture
+def engine_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    _compute_in_engine(monkeypatch, most=None)
+
+
+@pytest.fixture
+def engine_computes_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only small tensors, which steer a program."""
+    _compute_in_engine(monkeypatch)
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import tuning
-from cuda_rig.values import values
 
 import duoka
 from duoka.cli.main import run
@@ -35,16 +34,7 @@ AHEAD_BYTES = ROUND_BYTES
 PROMPTS = [[*range(length)] for length in (1, 5, 17, 60, 100)]
 
 
-@pytest.fixture(autouse=True)
-def _engine_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are computed in a thread of the engine's own."""
-    work = Engine._work
-
-    def compute(self: Engine, *arguments: Any) -> None:
-        with values():
-            work(self, *arguments)
-
-    monkeypatch.setattr(Engine, "_work", compute)
+pytestmark = pytest.mark.usefixtures("engine_computes_small")
 
 
 @pytest.mark.cuda_rig(gpus="1GiB")

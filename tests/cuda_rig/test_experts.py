@@ -12,7 +12,6 @@ import pytest
 import torch
 import tuning
 from cuda_rig.values import values
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import duoka
 from duoka.engine import Engine, SamplingParams
@@ -40,23 +39,10 @@ PROMPTS = [[*range(length)] for length in (1, 5, 17, 60, 100, 3, 8)]
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(**CONFIG)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    tuning.make_tokenizer().save_pretrained(tmp_path)
-    return tmp_path
+    return tuning.write_of_config(tmp_path, **CONFIG)
 
 
-@pytest.fixture(autouse=True)
-def _engine_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are computed in a thread of the engine's own."""
-    work = Engine._work
-
-    def compute(self: Engine, *arguments: Any) -> None:
-        with values():
-            work(self, *arguments)
-
-    monkeypatch.setattr(Engine, "_work", compute)
+pytestmark = pytest.mark.usefixtures("engine_computes_small")
 
 
 @pytest.mark.cuda_rig(gpus="1GiB")

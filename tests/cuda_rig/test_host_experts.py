@@ -14,7 +14,6 @@ import torch
 import tuning
 from cuda_rig.test_experts import CONFIG
 from cuda_rig.values import values
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import duoka
 from duoka.cli.main import run
@@ -34,23 +33,7 @@ LOG = Path(tempfile.gettempdir()) / f"duoka-host-experts-{os.getpid()}"
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(**{**CONFIG, "num_hidden_layers": LAYERS})
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    tuning.make_tokenizer().save_pretrained(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def _engine_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are computed in a thread of the engine's own."""
-    work = Engine._work
-
-    def compute(self: Engine, *arguments: Any) -> None:
-        with values():
-            work(self, *arguments)
-
-    monkeypatch.setattr(Engine, "_work", compute)
+    return tuning.write_of_config(tmp_path, **{**CONFIG, "num_hidden_layers": LAYERS})
 
 
 def make_plan(model: Path, scheme: Any) -> duoka.Plan:
@@ -63,7 +46,7 @@ def make_plan(model: Path, scheme: Any) -> duoka.Plan:
 
 
 @pytest.mark.cuda_rig(gpus="1GiB")
-@pytest.mark.usefixtures("_engine_computes")
+@pytest.mark.usefixtures("engine_computes_small")
 @pytest.mark.parametrize("scheme", ["none", "int8", "int4", "nf4"])
 def test_serving_takes_what_is_forecast(model: Path, scheme: Any) -> None:
     plan = make_plan(model, scheme)
@@ -78,7 +61,7 @@ def test_serving_takes_what_is_forecast(model: Path, scheme: Any) -> None:
 
 
 @pytest.mark.cuda_rig(gpus="1GiB")
-@pytest.mark.usefixtures("_engine_computes")
+@pytest.mark.usefixtures("engine_computes_small")
 @pytest.mark.parametrize("scheme", ["none", "int4"])
 def test_generate_takes_what_is_forecast(
     model: Path, scheme: str, capfd: pytest.CaptureFixture[str]

@@ -14,7 +14,6 @@ from closeness import HALF_TOLERANCE, close
 from tiny import MIB
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import duoka
 from duoka import Fleet, Plan, Workload, virtual
@@ -45,12 +44,7 @@ def _gpus() -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("experts")
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(**CONFIG)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
-    tuning.make_tokenizer().save_pretrained(path)
-    return path
+    return tuning.write_of_config(tmp_path_factory.mktemp("experts"), **CONFIG)
 
 
 def plan_on(path: Path, gpus: str, experts: Any, workload: Workload, **others: Any) -> Plan:

@@ -268,7 +268,7 @@ def _earlier(trace: AllocationTrace) -> list[Ref]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileBlock:
-    """Modules that must be together on one device.
+    """A group of modules that is placed on one device as a whole.
 
     The `modules` are disjoint and hold all parameters and buffers of the block. A block without
     modules is work of the caller or of model code between modules. `kind` is an index into

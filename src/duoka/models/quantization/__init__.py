@@ -10,9 +10,9 @@
 - `rows`: quantize into an existing weight some rows at a time
 """
 
+from . import experts  # noqa: F401 (registers the forward pass and its operators)
 from .choose import notes, quantize_model
 from .composed import StoredWeight, is_composed, num_bytes, parts
-from .experts import forward as forward_experts
 from .frozen import freeze_quantized
 from .host_experts import (
     computing_devices,
@@ -34,7 +34,6 @@ __all__ = [
     "empty_weight",
     "expert_modules",
     "fill_rows",
-    "forward_experts",
     "freeze_quantized",
     "has_interface",
     "is_composed",

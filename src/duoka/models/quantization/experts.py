@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -24,7 +24,6 @@ from .host_experts import (
     ON_HOST,
     USUAL,
     compute_on_host,
-    has_interface,
 )
 from .stacked import ExpertStack, Int4Rows, Int4Tiles, Int8Rows, Int8Tiles, Unquantized
 from .weights import Nf4Weight
@@ -63,7 +62,6 @@ def compute(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tens
         [tokens, experts per token]: the experts of each token, and their weights.
     """
     tokens, top_k = index.shape
-    module.experts_per_token = top_k
     first = "gate_up_proj" if module.has_gate else "up_proj"
     states = _project(module, first, hidden, index)
     states = module._apply_gate(states) if module.has_gate else module.act_fn(states)
@@ -83,21 +81,6 @@ def _project(module: Any, name: str, inputs: Tensor, index: Tensor) -> Tensor:
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, forward)
-
-
-def most_slot_tokens(model: nn.Module) -> int | None:
-    """Return the most tokens whose experts are selected token by token, after a forward pass.
-
-    None if the model has no quantized stacks on a GPU.
-    """
-    most = [
-        len(stack) // getattr(module, "experts_per_token", 1)
-        for module in model.modules()
-        if has_interface(module)
-        for stack in module.parameters(recurse=False)
-        if isinstance(stack, ExpertStack) and stack.device.type != "cpu"
-    ]
-    return max(1, min(most)) if most else None
 
 
 def linear(inputs: Tensor, stack: ExpertStack, experts: Tensor) -> Tensor:
