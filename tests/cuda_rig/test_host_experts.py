@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,14 @@ def model(tmp_path: Path) -> Path:
     return tuning.write_of_config(tmp_path, **{**CONFIG, "num_hidden_layers": LAYERS})
 
 
-def make_plan(model: Path, scheme: Any) -> duoka.Plan:
+def make_plan(model: Path, scheme: Any, gpus: str = "1GiB") -> duoka.Plan:
     work = duoka.Workload(
         cache="paged", batch=3, prompt_tokens=40, new_tokens=24, dtype="bfloat16",
-        prefill_chunk_tokens=16, pages=4, page_tokens=256, quantize=scheme, cuda_graphs=False,
+        prefill_chunk_tokens=16, pages=4, page_tokens=256, quantize=scheme,
     )  # fmt: skip
-    fleet = duoka.Fleet.parse("1GiB").with_host("1GiB,30GB/s")
-    return duoka.plan(model, fleet, work, constraints=Constraints(experts="host"))
+    fleet = duoka.Fleet.parse(gpus).with_host("1GiB,30GB/s")
+    constraints = Constraints(experts="host")
+    return duoka.plan(model, fleet, work, use_all="," in gpus, constraints=constraints)
 
 
 @pytest.mark.cuda_rig(gpus="1GiB")
@@ -81,9 +83,43 @@ def test_a_layer_waits_once_and_copies_four_times(model: Path, scheme: Any) -> N
     counts = count_step(make_plan(model, scheme))
     # Each step copies a table to the GPU, and waits for the sampled tokens.
     assert counts == {
-        "wait for a stream": LAYERS, "wait for an event": 1,
-        "to host": 3 * LAYERS + 1, "to GPU": LAYERS + 1, "pageable": 0,
+        "wait for a stream": LAYERS, "wait for an event": 1, "launch": LAYERS + 3,
+        "to host": 3 * LAYERS + 1, "to GPU": LAYERS + 1, "pageable": 0, "graph": LAYERS + 1,
     }  # fmt: skip
+
+
+@pytest.mark.cuda_rig(gpus="1GiB", log=LOG)
+@pytest.mark.usefixtures("engine_computes")
+@pytest.mark.parametrize("scheme", ["none", "int8"])
+def test_answers_are_those_without_graphs(model: Path, scheme: Any) -> None:
+    plan = make_plan(model, scheme)
+    params = SamplingParams(max_new_tokens=10)
+    answers = []
+    with values(most=None):
+        for cuda_graphs in (False, plan.workload.cuda_graphs):
+            workload = replace(plan.workload, cuda_graphs=cuda_graphs)
+            with Engine(replace(plan, workload=workload)) as engine:
+                start = LOG.stat().st_size
+                completions = engine.generate(PROMPTS[:2], params)
+                num_graphs = LOG.read_text()[start:].count("graph of")
+                assert engine.fallbacks() == []
+            answers.append([[c.token for c in answer.tokens] for answer in completions])
+    assert answers[0] == answers[1]
+    assert num_graphs >= 8 * (LAYERS + 1)
+
+
+@pytest.mark.cuda_rig(gpus="1GiB,1GiB", copy_limit="1GiB", log=LOG)
+@pytest.mark.usefixtures("engine_computes_small")
+def test_stages_replay_graphs_between_their_layers(model: Path) -> None:
+    plan = make_plan(model, "int4", gpus="1GiB,1GiB")
+    assert len(plan.devices) == 2
+    with Engine(plan, processes=True) as engine:
+        engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=10))
+        start = LOG.stat().st_size
+        engine.generate([[3, 2, 1]], SamplingParams(max_new_tokens=10))
+        assert LOG.read_text()[start:].count("graph of") == 9 * (LAYERS + len(plan.devices))
+    for peak, stage in zip(engine.peaks(), plan.forecast.devices, strict=True):
+        assert (peak.device, peak.reserved_bytes) == (stage.device, stage.reserved_bytes)
 
 
 def count_step(plan: duoka.Plan) -> Counter[str]:
@@ -100,5 +136,7 @@ def count_step(plan: duoka.Plan) -> Counter[str]:
     counts = Counter(line for line in lines if line.startswith("wait"))
     counts["to host"] = sum(line.startswith("copy 0 to -1") for line in lines)
     counts["to GPU"] = sum(line.startswith("copy -1 to 0") for line in lines)
+    counts["launch"] = sum(line.startswith("launch") for line in lines)
+    counts["graph"] = sum("graph of" in line for line in lines)
     counts["pageable"] = sum("pageable" in line for line in lines)
     return counts

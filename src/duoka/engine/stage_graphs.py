@@ -82,7 +82,7 @@ class StageGraphs:
         fill(table, step.numbers())
         for number, tensor in zip(received, inputs, strict=True):
             tensor.copy_(micro_batch.receive(number))
-        graph.graph.replay()
+        graph.replay()
         for number, tensor in zip(sent, graph.outputs, strict=False):
             micro_batch.send(number, tensor)
         return graph.outputs[-1] if len(graph.outputs) > len(sent) else None

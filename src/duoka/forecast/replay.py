@@ -256,8 +256,10 @@ class StageRun:
         """Run passes as CUDA graphs are recorded: in a pool of their own, with its workspace."""
         memory, self.memory = self.memory, self._graph_pool
         self._has_workspace.clear()
+        kinds, blocks = self.replay.profile.kinds, self.replay.profile.blocks
+        num_graphs = 1 + sum(kinds[blocks[block].kind].expert_bytes > 0 for block in self.blocks)
         for step in steps:
-            for _ in ("seed", "offset"):  # of the random numbers of a graph: 8 bytes each
+            for _ in ("seed", "offset") * num_graphs:  # of a graph's random numbers: 8 bytes each
                 self.memory.hold(8)
             self.run_pass(step)
         self.memory = memory

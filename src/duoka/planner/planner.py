@@ -203,7 +203,7 @@ def _place_with_host(
     if shortage is None:
         profile = hosted
     for has_room in (True, False):
-        for workload in with_chunks(replace(problem.workload, cuda_graphs=False)):
+        for workload in with_chunks(problem.workload):
             part = replace(problem, workload=workload)
             optimum = HostSearch(profile, hosted, part, host, has_room).find()
             if optimum is not None:

@@ -8,6 +8,9 @@ experts alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +29,10 @@ USUAL = "_duoka_usual_experts"
 ON_HOST = "_duoka_on_host"
 """The attribute of a module of experts whose weights stay in host memory."""
 _STACK_DIMENSIONS = 3
+
+AddHostWork = Callable[[Callable[..., object], Sequence[Tensor]], None]
+"""Takes a function for the host, and the tensors on the GPU that are its arguments."""
+_ADD_HOST_WORK: ContextVar[AddHostWork | None] = ContextVar("add_host_work", default=None)
 
 
 def has_interface(module: nn.Module) -> bool:
@@ -95,11 +102,38 @@ def compute_on_host(
     if not hidden.is_cuda:
         result = compute(module, hidden.cpu(), index.cpu(), weights.cpu())
         return result.to(hidden.device)
+    outputs = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    work = partial(_compute_into, compute, module)
+    tensors = [outputs, *(tensor.contiguous() for tensor in (hidden, index, weights))]
+    add_host_work = _ADD_HOST_WORK.get()
+    if add_host_work is None:
+        work(*tensors)
+    else:
+        add_host_work(work, tensors)
+    return outputs
+
+
+def _compute_into(
+    compute: Callable[..., Tensor], module: Any, outputs: Tensor, *tensors: Tensor
+) -> None:
+    """Send tensors to the host, compute there, and send the result to `outputs`."""
     # Pinned memory lets all three copies go before the only wait.
     sent = [
         torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-        for tensor in (hidden, index, weights)
+        for tensor in tensors
     ]
-    torch.cuda.current_stream(hidden.device).synchronize()
-    result = compute(module, *sent)
-    return result.pin_memory().to(hidden.device, non_blocking=True)
+    torch.cuda.current_stream(outputs.device).synchronize()
+    outputs.copy_(compute(module, *sent).pin_memory(), non_blocking=True)
+
+
+@contextmanager
+def host_work_by(add_host_work: AddHostWork) -> Iterator[None]:
+    """Within the scope, layers pass the host's part of their work to a function.
+
+    Used while a CUDA graph is recorded, in which the host can't compute.
+    """
+    token = _ADD_HOST_WORK.set(add_host_work)
+    try:
+        yield
+    finally:
+        _ADD_HOST_WORK.reset(token)

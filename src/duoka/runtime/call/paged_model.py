@@ -271,7 +271,7 @@ def _replay(graph: StepGraph, step: PagedStep) -> Tensor:
     """Replay a recorded step with the table of another step; return the logits."""
     (table,), (logits,) = graph.inputs, graph.outputs
     fill(table, step.numbers())
-    graph.graph.replay()
+    graph.replay()
     return logits
 
 

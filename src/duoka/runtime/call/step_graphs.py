@@ -9,6 +9,9 @@ Graphs of one device share a memory pool, from which their tensors are allocated
 recorded. Graphs are replayed one at a time, and the result of one is read before the next is
 replayed, so all graphs may use the same memory: recording the largest first makes the pool as large
 as the largest graph needs.
+
+A layer whose experts are computed on the host divides a step into several graphs: a replay launches
+the graph before the layer, computes the experts, and launches the next graph.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ import logging
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from duoka.errors import ModelError
+from duoka.models.quantization.host_experts import host_work_by
 
 from ..lost_gpu import find_lost_gpu
 
@@ -32,15 +36,20 @@ TOLERANCE = 0.02  # bfloat16 rounds by 0.004
 
 
 class StepGraph(NamedTuple):
-    """The recorded kernels of a step.
+    """The recorded kernels of a step: launches of graphs, with work of the host between them.
 
     A replay reads the tensors `inputs` and writes `outputs`. Their memory belongs to the pool: it
     holds the values of the latest replay until another graph of the pool is replayed.
     """
 
-    graph: torch.cuda.CUDAGraph
+    parts: tuple[Callable[[], object], ...]
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
+
+    def replay(self) -> None:
+        """Run all kernels; the host waits for the GPU only if it has work between them."""
+        for part in self.parts:
+            part()
 
 
 Recorded = tuple[Sequence[Tensor], Sequence[Tensor]]
@@ -95,21 +104,45 @@ class StepGraphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         pool, stream = self._pool, _recording_stream(self._device)
-        graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            # Threads that copy results of other work don't disturb the recording.
-            graph.capture_begin(pool, capture_error_mode="thread_local")
+            recording = _Recording(pool)
             try:
-                recorded = run()
+                with host_work_by(recording.add_host_work):
+                    recorded = run()
             except BaseException:
                 with suppress(RuntimeError):  # CUDA reports that the recording is invalid
-                    graph.capture_end()
+                    recording.end_graph()
                 raise
-            graph.capture_end()
+            recording.end_graph()
         inputs, outputs = (tuple(map(_without_ownership, tensors)) for tensors in recorded)
-        self._graphs[key] = step_graph = StepGraph(graph, inputs, outputs)
+        self._graphs[key] = step_graph = StepGraph(tuple(recording.parts), inputs, outputs)
         return step_graph
+
+
+class _Recording:
+    """The parts of a step that is being recorded on the current stream."""
+
+    def __init__(self, pool: Any) -> None:
+        self.parts: list[Callable[[], object]] = []
+        self._pool = pool
+        self._begin_graph()
+
+    def _begin_graph(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        # Threads that copy results of other work don't disturb the recording.
+        self._graph.capture_begin(self._pool, capture_error_mode="thread_local")
+
+    def end_graph(self) -> None:
+        """End the graph of the kernels since the latest work of the host."""
+        self._graph.capture_end()
+        self.parts.append(self._graph.replay)
+
+    def add_host_work(self, work: Callable[..., object], tensors: Sequence[Tensor]) -> None:
+        """Let replays call `work` with these tensors between the kernels before and after it."""
+        self.end_graph()
+        self.parts.append(partial(work, *map(_without_ownership, tensors)))
+        self._begin_graph()
 
 
 def refuse_difference(computed: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
