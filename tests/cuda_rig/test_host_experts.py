@@ -26,6 +26,7 @@ from duoka.planner.constraints import Constraints
 from duoka.runtime.call.chunk import Chunk
 
 LAYERS = 2
+SEGMENT_BYTES = 2**21
 SMALL_BYTES = 4096  # a step ahead, and its tokens
 PROMPTS = [[*range(length)] for length in (1, 5, 17, 40)]
 ROW = SamplingRow(params=SamplingParams(), seed=0, place=0)
@@ -119,7 +120,32 @@ def test_stages_replay_graphs_between_their_layers(model: Path) -> None:
         engine.generate([[3, 2, 1]], SamplingParams(max_new_tokens=10))
         assert LOG.read_text()[start:].count("graph of") == 9 * (LAYERS + len(plan.devices))
     for peak, stage in zip(engine.peaks(), plan.forecast.devices, strict=True):
-        assert (peak.device, peak.reserved_bytes) == (stage.device, stage.reserved_bytes)
+        assert peak.device == stage.device
+        # Without numbers no expert is in use, so that prompts take less than is forecast.
+        assert 0 <= stage.reserved_bytes - peak.reserved_bytes <= SEGMENT_BYTES
+
+
+@pytest.mark.cuda_rig(gpus="1GiB", log=LOG)
+@pytest.mark.parametrize(("scheme", "tensors"), [("none", 2), ("int8", 4), ("int4", 4)])
+def test_a_chunk_fetches_the_experts_in_use_once(model: Path, scheme: Any, tensors: int) -> None:
+    """From pinned memory, as all tokens choose the same experts here."""
+    plan = make_plan(model, scheme)
+    chunk = Chunk(0, [*range(16)], 0, [0], ROW)
+    executor = InlineExecutor(duoka.load(plan), Capacity.of(plan.workload), plan.workload)
+    with values(), torch.no_grad():
+        executor.start()
+        start = LOG.stat().st_size
+        outcomes_of([chunk], executor.sample([chunk]))
+        lines = LOG.read_text()[start:].splitlines()
+    executor.close()
+    copies = [line for line in lines if line.startswith("copy -1 to 0")]
+    sizes = [int(line.split()[4]) for line in copies]
+    fetched = CONFIG["num_experts_per_tok"] * LAYERS
+    assert len(copies) == 1 + fetched * tensors  # the table of the step
+    expert_bytes = plan.forecast.expert_bytes // LAYERS // CONFIG["num_experts"]
+    assert sum(sizes[1:]) == fetched * expert_bytes
+    assert not any("pageable" in line for line in copies)
+    assert sum(line == "wait for a stream" for line in lines) == LAYERS
 
 
 def count_step(plan: duoka.Plan) -> Counter[str]:

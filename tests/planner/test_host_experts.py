@@ -40,6 +40,7 @@ def fleet_of(*cards: tuple[int, int]) -> Fleet:
             Device(
                 name=f"cuda:{index}", budget_bytes=mib * 2**20, workspace_bytes=0,
                 memory_bytes_per_second=rate * 1e9, flops_per_second=50e12,
+                host_bytes_per_second=1e9,
             )
             for index, (mib, rate) in enumerate(cards)
         )

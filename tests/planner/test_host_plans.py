@@ -93,7 +93,7 @@ def test_a_loaded_model_generates_the_same(checkpoint: Path, scheme: Any) -> Non
         assert outputs[1] == tokens
         numbers.append((len(plan.placement.devices), len(plan.host_experts)))
     if scheme == "none":
-        assert numbers == [(1, 4), (1, 1), (2, 2)]
+        assert numbers == [(1, 4), (1, 3), (2, 2)]
 
 
 @pytest.mark.slow
@@ -128,5 +128,5 @@ def test_the_host_reads_its_weights_in_place(
 
     monkeypatch.setattr(F, "linear", record)
     with torch.no_grad():
-        model(IDS.to("vgpu:0"))
+        model(IDS[:, :4].to("vgpu:0"))  # with more tokens the GPU fetches the experts
     assert read == held

@@ -150,7 +150,8 @@ def _seconds_on_host(num_bytes: Floats, flops: Floats, host: Device | None) -> F
     rate = host and host.flops_per_second
     reading = num_bytes / (bandwidth or HOST_BYTES_PER_SECOND)
     computing = flops / (rate or HOST_FLOPS_PER_SECOND)
-    return np.asarray(np.maximum(reading, computing) + HOST_WAIT_SECONDS * (num_bytes > 0))
+    seconds = np.maximum(reading, computing) + HOST_WAIT_SECONDS
+    return np.asarray(np.where(flops >= 1, seconds, 0.0))
 
 
 class LatencyModel:
@@ -223,7 +224,8 @@ class LatencyModel:
         flops = rate(device, self._workload.dtype)
         bandwidth = device.memory_bytes_per_second
         copies = self._copies(device)
-        if flops is None or bandwidth is None or copies is None:
+        fetched = self._fetched_seconds(device)
+        if flops is None or bandwidth is None or copies is None or fetched is None:
             return None
         launch: Any = LAUNCH_SECONDS if device.launch_seconds is None else device.launch_seconds
         is_graph = [step.is_graph for step in self._steps]
@@ -231,11 +233,25 @@ class LatencyModel:
         return {
             kind: np.maximum(
                 _overlap(device, flop / flops, size / bandwidth, count * launch),
-                copies.get(kind, 0.0),
+                copies.get(kind, 0.0) + fetched[kind],
             )
             + self._host_seconds[kind]
             for kind, (flop, size, count, _, _) in self._work.items()
         }
+
+    def _fetched_seconds(self, device: Device) -> dict[int, Floats] | None:
+        """[steps]: seconds to fetch experts from the host, by kind of block.
+
+        None if experts are fetched and the rate from the host is unknown.
+        """
+        sizes = {
+            kind: np.where(flops < 1, num_bytes, 0.0)
+            for kind, (*_, num_bytes, flops) in self._work.items()
+        }
+        rate = device.host_bytes_per_second
+        if rate is None and any(size.any() for size in sizes.values()):
+            return None
+        return {kind: size / (rate or 1.0) for kind, size in sizes.items()}
 
     def _copies(self, device: Device) -> dict[int, float] | None:
         """Return the seconds to copy streamed weights, by kind of block.

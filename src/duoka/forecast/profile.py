@@ -179,7 +179,8 @@ class AllocationTrace:
     events before the first matrix product, which allocates cuBLAS's workspace; None without one.
     `sampling_at` is the number of events before tokens are sampled, which no CUDA graph contains.
     `moved_bytes` are the bytes read and written by operations, `launches` the kernels started.
-    `host_bytes` are the bytes of experts' weights that the host reads, `host_flops` its FLOPs.
+    `host_bytes` are the bytes of experts' weights that the host reads, `host_flops` its FLOPs; if
+    these are 0, the GPU fetches the weights.
     """
 
     sizes: tuple[Rule, ...]
@@ -444,11 +445,12 @@ class Profile:
     def graph_tokens(self) -> int | None:
         """The most tokens of a decode step that can be a CUDA graph; None without a limit.
 
-        In larger steps the host waits for the routing of quantized experts.
+        In larger steps the host waits for the routing of experts that are quantized or fetched.
         """
         serving = [regime.query for regime in self.regimes if regime.phase == "serve"]
         has_experts = any(block.experts for block in self.blocks)
-        is_limited = serving and has_experts and self.conditions.quantize != "none"
+        waits = self.conditions.quantize != "none" or self.conditions.host_experts
+        is_limited = serving and has_experts and waits
         return serving[-1][0] - 1 if is_limited else None
 
     @property

@@ -62,7 +62,7 @@ class HostSearch:
         self._positions = [places.index(blocks) for blocks in self._layers]
         self._before: Ints = np.searchsorted(self._positions, np.arange(len(places) + 1))
         fleet = problem.fleet
-        timed = all(self._on_gpus.seconds(device) is not None for device in fleet.devices)
+        timed = all(self._on_host.seconds(device) is not None for device in fleet.devices)
         self._links = link_seconds(self._on_gpus, fleet) if timed and fleet.links else None
         self._groups = group_devices(
             self._on_gpus, fleet, links=self._links, timed=timed, fixed=problem.limits.devices

@@ -65,15 +65,22 @@ def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     if func.overloadpacket in _experts():
         # A product for each pair of token and expert: activations [.., columns], to [pairs, rows].
         return 2 * int(result.numel()) * int(args[0].shape[1])
+    if func is torch.ops.duoka.host_experts.default:  # of the GPU, if it fetches them
+        return int(args[1].numel() * args[5]) if args[6] else 0
     formula = flop_registry.get(func.overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
 def count_host_work(func: Any, args: Any, *, is_few: bool) -> tuple[int, int]:
-    """Return the weight bytes that the host reads for experts, and its FLOPs; see `count_bytes`."""
+    """Return the weight bytes that the host reads for experts, and its FLOPs; see `count_bytes`.
+
+    No FLOPs means that the GPU fetches the experts.
+    """
     if func is not torch.ops.duoka.host_experts.default:
         return 0, 0
-    _, index, _, num_bytes, experts, flops = args
+    _, index, _, num_bytes, experts, flops, fetched = args
+    if fetched and not is_few:
+        return num_bytes, 0
     share = min(1.0, index.numel() / experts) if is_few else 1.0
     return round(share * num_bytes), index.numel() * flops
 

@@ -25,6 +25,7 @@ from .host_experts import (
     USUAL,
     compute_on_host,
 )
+from .routing import by_expert, reserve, routing_bytes
 from .stacked import ExpertStack, Int4Rows, Int4Tiles, Int8Rows, Int8Tiles, Unquantized
 from .weights import Nf4Weight
 
@@ -159,13 +160,14 @@ def _experts_linear(
             outputs[first:stop] = _multiply_slots(states, chosen, tensors, kind, rows)
         return outputs
     if is_gpu:
-        _reserve(inputs.device, _tile_bytes(inputs, tensors, kind, rows))
+        reserve(inputs.device, _tile_bytes(inputs, tensors, kind, rows))
     size = torch.Size((rows, inputs.shape[1]))
-    for number, pairs in _tiles(experts, len(tensors[0]), _TILE_ROWS if is_gpu else None):
+    for number, all_pairs in by_expert(experts, len(tensors[0])):
         weight = _weight_of(kind, [tensor[number] for tensor in tensors], size, inputs.dtype)
-        rows_of = pairs // top_k if shared else pairs
-        # No tensor of a tile has a name, which would keep it during the next tile.
-        outputs.index_copy_(0, pairs, F.linear(inputs.index_select(0, rows_of), weight))
+        for pairs in all_pairs.split(_TILE_ROWS) if is_gpu else [all_pairs]:
+            rows_of = pairs // top_k if shared else pairs
+            # No tensor of a tile has a name, which would keep it during the next tile.
+            outputs.index_copy_(0, pairs, F.linear(inputs.index_select(0, rows_of), weight))
     return outputs
 
 
@@ -176,32 +178,14 @@ def _experts_backward(
     kind, size = _CLASSES[name], torch.Size((gradient.shape[1], columns))
     outputs, is_gpu = gradient.new_empty(len(gradient), columns), gradient.device.type != "cpu"
     if is_gpu:
-        _reserve(gradient.device, _backward_bytes(gradient, columns))
-    for number, pairs in _tiles(experts, len(tensors[0]), _TILE_ROWS if is_gpu else None):
+        reserve(gradient.device, _backward_bytes(gradient, columns))
+    for number, all_pairs in by_expert(experts, len(tensors[0])):
         weight = _weight_of(kind, [tensor[number] for tensor in tensors], size, gradient.dtype)
-        outputs.index_copy_(
-            0, pairs, gradient.index_select(0, pairs) @ weight.unpacked(gradient.dtype)
-        )
+        for pairs in all_pairs.split(_TILE_ROWS) if is_gpu else [all_pairs]:
+            outputs.index_copy_(
+                0, pairs, gradient.index_select(0, pairs) @ weight.unpacked(gradient.dtype)
+            )
     return outputs
-
-
-def _tiles(experts: Tensor, count: int, most: int | None) -> Iterator[tuple[int, Tensor]]:
-    """Yield an expert and the indices of at most `most` of its pairs, for all experts in use."""
-    ordered, pairs = experts.flatten().sort()
-    bounds = torch.arange(count, device=experts.device)
-    ends = torch.searchsorted(ordered, bounds, right=True).tolist()  # waits for the routing
-    start = 0
-    for number, end in enumerate(ends):
-        for first in range(start, end, most or max(end - start, 1)):
-            yield number, pairs[first : min(first + (most or end), end)]
-        start = end
-
-
-# Another routing gives other tiles. So before the first tile, the memory of the largest possible
-# one is allocated and freed: the tiles then use what the allocator keeps of it.
-def _reserve(device: torch.device, sizes_bytes: Sequence[int]) -> None:
-    """Allocate memory of these sizes, all at once, and free it."""
-    _ = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes_bytes]
 
 
 def _slot_bytes(
@@ -232,12 +216,6 @@ def _backward_bytes(gradient: Tensor, columns: int) -> list[int]:
     return [rows * columns * size, _TILE_ROWS * rows * size, _TILE_ROWS * columns * size]
 
 
-def _routing_bytes(experts: Tensor) -> list[int]:
-    """Return the sizes of the sorted routing and of the buffers of its sort."""
-    num_bytes = 8 * experts.numel()
-    return [num_bytes, num_bytes, num_bytes, 2 * num_bytes]
-
-
 def _buffers(
     inputs: Tensor, experts: Tensor, tensors: Sequence[Tensor], name: str, rows: int
 ) -> Iterator[list[int]]:
@@ -245,18 +223,18 @@ def _buffers(
     # Whether tokens are computed one by one or sorted depends on their number, but rules of a
     # profile can't: the buffers of both ways are counted.
     kind = _CLASSES[name]
-    yield _routing_bytes(experts)
+    yield routing_bytes(experts)
     if kind is not Int8Rows:
         yield _slot_bytes(inputs, experts, tensors, kind, rows)
-    yield [*_routing_bytes(experts)[:2], *_tile_bytes(inputs, tensors, kind, rows)]
+    yield [*routing_bytes(experts)[:2], *_tile_bytes(inputs, tensors, kind, rows)]
 
 
 def _backward_buffers(
     gradient: Tensor, experts: Tensor, tensors: Sequence[Tensor], name: str, columns: int
 ) -> Iterator[list[int]]:
     """Yield the sizes of the buffers of `experts_backward` that exist together on a GPU."""
-    yield _routing_bytes(experts)
-    yield [*_routing_bytes(experts)[:2], *_backward_bytes(gradient, columns)]
+    yield routing_bytes(experts)
+    yield [*routing_bytes(experts)[:2], *_backward_bytes(gradient, columns)]
 
 
 def _empty(inputs: Tensor, experts: Tensor, tensors: Any, name: str, width: int) -> Tensor:
@@ -282,10 +260,20 @@ def _empty_like(hidden: Tensor, *_: Any) -> Tensor:
 
 
 _library.define(
-    "host_experts(Tensor x, Tensor index, Tensor weights, int bytes, int experts, int flops)"
-    " -> Tensor"
+    "host_experts(Tensor x, Tensor index, Tensor weights, int bytes, int experts, int flops,"
+    " int[] fetched) -> Tensor"
 )
 _library.impl("host_experts", _empty_like, "Meta")
+
+
+def _host_buffers(_hidden: Tensor, index: Tensor, *arguments: Any) -> Iterator[list[int]]:
+    """Yield the sizes of the buffers of fetched experts that exist together on a GPU."""
+    if fetched := arguments[-1]:
+        yield routing_bytes(index)
+        yield fetched
+
+
+add_operator(torch.ops.duoka.host_experts.default, _host_buffers)
 
 
 class _Product(torch.autograd.Function):

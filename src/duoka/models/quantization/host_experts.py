@@ -2,7 +2,7 @@
 
 For each layer, the GPU sends its tokens and their routing to the host, waits for the sum of the
 experts' outputs, and goes on. Only activations travel, and the host reads the weights of the chosen
-experts alone.
+experts alone. Steps of many tokens fetch the experts instead (`fetched_experts`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from duoka.forecast.workload import ALL_EXPERTS
 from duoka.virtual import VirtualTensor
 
 from .composed import num_bytes
+from .fetched_experts import fetch, fetched_bytes, is_fetched
 from .stacked import ExpertStack, Unquantized
 
 IMPLEMENTATION = "duoka"
@@ -95,10 +96,13 @@ def compute_on_host(
         stacks = [part for part in module.parameters(recurse=False) if part.ndim > 1]
         flops = 2 * sum(part.numel() for part in stacks) // module.num_experts
         size = sum(map(num_bytes, stacks))
+        fetched = fetched_bytes(module, hidden, index)
         outputs: Tensor = torch.ops.duoka.host_experts(
-            hidden, index, weights, size, module.num_experts, flops
+            hidden, index, weights, size, module.num_experts, flops, fetched
         )
         return outputs
+    if hidden.device.type != "cpu" and is_fetched(module, hidden, index):
+        return fetch(module, hidden, index, weights)
     if not hidden.is_cuda:
         result = compute(module, hidden.cpu(), index.cpu(), weights.cpu())
         return result.to(hidden.device)

@@ -171,6 +171,11 @@ class Int8Rows(Composed):
         """Return the dequantized weight [rows, columns]."""
         return self.numbers.to(dtype).mul_(self.scale[:, None])
 
+    @staticmethod
+    def unpacking_bytes(rows: int, columns: int, size: int) -> list[int]:
+        """Return the sizes of the tensors made by `unpacked`, with elements of `size` bytes."""
+        return [rows * columns * size]
+
     @classmethod
     def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute `F.linear` of [tokens, columns], without bias."""
@@ -203,6 +208,27 @@ class Int4Rows(Composed):
         tensors = {"packed": opaque.qdata, "scale_and_zero": opaque.scale_and_zero}
         return Int4Rows(tensors, weight.shape, weight.dtype)
 
+    # The kernel's layout has blocks of some rows, [columns, rows / 2]: a byte has the numbers of
+    # two rows, which are half a block apart, or adjacent in a last block of fewer rows.
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """Return the dequantized weight [rows, columns]."""
+        rows, columns = self.shape
+        block = _BLOCK_ROWS.get(torch.backends.cpu.get_cpu_capability(), 32)
+        whole = rows // block * block
+        is_split = torch.backends.cpu.get_cpu_capability() in _BLOCK_ROWS
+        numbers = [_unpack_block(self.packed[:whole], block, columns, is_split=is_split)]
+        if whole < rows:
+            numbers += [_unpack_block(self.packed[whole:], rows - whole, columns, is_split=False)]
+        values = torch.cat(numbers).to(dtype).view(rows, len(self.scale_and_zero), -1)
+        scale, zero = self.scale_and_zero.permute(2, 1, 0)[..., None].to(dtype)
+        return values.sub_(_MIDDLE).mul_(scale).add_(zero).flatten(1)
+
+    @staticmethod
+    def unpacking_bytes(rows: int, columns: int, size: int) -> list[int]:
+        """Return the sizes of the tensors made by `unpacked`, with elements of `size` bytes."""
+        count = rows * columns
+        return [count // 2, count // 2, count, count, count, count * size]
+
     @classmethod
     def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute `F.linear` of [tokens, columns], without bias."""
@@ -210,6 +236,18 @@ class Int4Rows(Composed):
         group, scales = group_of(weight.shape[1]), weight.scale_and_zero
         kernel = _ATEN._weight_int4pack_mm_for_cpu
         return kernel(inputs.to(scales.dtype), weight.packed, group, scales).to(inputs.dtype)
+
+
+_BLOCK_ROWS = {"AVX512": 64, "AVX2": 32}
+"""Rows of a block of `Int4Rows` by the CPU's capability."""
+
+
+def _unpack_block(packed: Tensor, block: int, columns: int, *, is_split: bool) -> Tensor:
+    """Return the numbers [rows, columns] of blocks of `Int4Rows`."""
+    pairs = packed.reshape(-1, columns, block // 2)
+    halves = [pairs & 0xF, pairs >> 4]
+    numbers = torch.cat(halves, 2) if is_split else torch.stack(halves, 3).flatten(2)
+    return numbers.mT.reshape(-1, columns)
 
 
 class Unquantized(Composed):
@@ -228,6 +266,11 @@ class Unquantized(Composed):
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [rows, columns] in a dtype."""
         return self.weight.to(dtype)
+
+    @staticmethod
+    def unpacking_bytes(_rows: int, _columns: int, _size: int) -> list[int]:
+        """Return the sizes of the tensors made by `unpacked`: none."""
+        return []
 
     @classmethod
     def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

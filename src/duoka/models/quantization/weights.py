@@ -176,6 +176,11 @@ class Nf4Weight(Composed):
         weight: Tensor = dequantize(self.packed, self.absmax, BLOCK, "nf4", list(self.shape), dtype)
         return weight
 
+    @staticmethod
+    def unpacking_bytes(rows: int, columns: int, size: int) -> list[int]:
+        """Return the sizes of the tensors made by `unpacked`, with elements of `size` bytes."""
+        return [rows * columns * size]
+
     @classmethod
     def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute `F.linear` with the packed weight for a single token, otherwise unpacked."""

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from duoka.errors import ModelError, UsageError
 from duoka.forecast.allocator import rounded_bytes
 from duoka.forecast.profile import NUM_BUFFERS, buffer_bytes
+from duoka.models.quantization import on_host, parts
 
 from .arguments import mapped
 from .classes import AROUND, update_class
@@ -339,6 +340,15 @@ class Pinned:
 
     def __del__(self) -> None:
         self.release()
+
+
+def pin_experts(model: nn.Module, devices: Iterable[torch.device]) -> None:
+    """Pin the experts on the host of a model on some devices, as long as the model exists."""
+    gpu = next((device for device in devices if device.type == "cuda"), None)
+    weights = [weight for _, module in on_host(model) for weight in module.parameters()]
+    if gpu is not None and weights:
+        tensors = [part for weight in weights for part in parts(weight).values()]
+        model.__dict__["_duoka_pinned"] = Pinned(gpu, tensors)
 
 
 def _page_ranges(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:

@@ -20,6 +20,7 @@ from duoka.errors import LoadError
 from duoka.models.conversion import Recipe, initialize_derived, plan_tensors
 from duoka.planner.placement import Placement
 
+from ..dispatch.offload import pin_experts
 from ..dispatch.place_tensors import (
     TensorSnapshot,
     devices_by_name,
@@ -69,6 +70,7 @@ def load_weights(
     sources, recipe = _match(model, checkpoint)
     with nothing_left(devices.values(), TensorSnapshot(model).restore):
         _fill_model(model, devices, recipe, sources, progress)
+    pin_experts(model, devices.values())
     if generation is not None and hasattr(model, "generation_config"):
         model.__dict__["generation_config"] = generation
     model.eval()

@@ -1,0 +1,144 @@
+"""Experts fetched from host memory: in a step of many tokens, the GPU computes them.
+
+From as many pairs of token and expert as there are experts on, a step needs nearly all experts, and
+arithmetic limits the CPU. So each expert in use is copied to the GPU once, unpacked there, and
+multiplied by its tokens in tiles; meanwhile the next expert is copied. Memory on the GPU is that of
+two packed experts, one unpacked, and a tile. It doesn't depend on the routing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .routing import by_expert, reserve, routing_bytes
+from .stacked import ExpertStack
+
+_TILE_ROWS = 128
+"""The most tokens in a product; bounds the memory of a product."""
+_GATE_TENSORS = 3
+"""Temporary tensors of a gate and its activation."""
+
+
+def is_fetched(module: Any, hidden: Tensor, index: Tensor) -> bool:
+    """Return True if the GPU computes a step of these tokens, whose experts are on the host."""
+    is_trained = torch.is_grad_enabled() and hidden.requires_grad
+    return can_fetch(module) and index.numel() > module.num_experts and not is_trained
+
+
+def can_fetch(module: Any) -> bool:
+    """Return True if the GPU can compute a module of experts that are on the host."""
+    return not module.has_post_expert_norm  # whose weights are on the host, too
+
+
+def fetch(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of each token's experts, [tokens, hidden]; see `experts.compute`."""
+    reserve(hidden.device, fetched_bytes(module, hidden, index))
+    sums = torch.zeros_like(hidden, dtype=torch.float32)
+    experts = by_expert(index, module.num_experts)
+    sources = [_tensors_of(module, number) for number, _ in experts]
+    for (_, pairs), tensors in zip(experts, _copied(sources, hidden.device), strict=True):
+        matrices = _unpacked(module, tensors, hidden.dtype)
+        for tile in pairs.split(_TILE_ROWS):
+            tokens = tile // index.shape[1]
+            scores = weights.reshape(-1, 1).index_select(0, tile)
+            states = _compute_expert(module, hidden.index_select(0, tokens), matrices)
+            sums.index_add_(0, tokens, (states * scores).float())
+    return sums.to(hidden.dtype)
+
+
+def _projections(module: Any) -> list[tuple[ExpertStack, Tensor | None]]:
+    """Return the stacks of a module, the first projection first, with their biases."""
+    names = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+    return [
+        (getattr(module, name), getattr(module, f"{name}_bias") if module.has_bias else None)
+        for name in names
+    ]
+
+
+def _tensors_of(module: Any, number: int) -> list[Tensor]:
+    """Return the tensors of an expert; views."""
+    tensors: list[Tensor] = []
+    for stack, bias in _projections(module):
+        tensors += [tensor[number] for tensor in stack.tensors.values()]
+        tensors += [] if bias is None else [bias[number]]
+    return tensors
+
+
+def _unpacked(
+    module: Any, tensors: Sequence[Tensor], dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Return weight and bias of an expert's projections, in a dtype."""
+    parts, matrices = iter(tensors), []
+    for stack, bias in _projections(module):
+        packed = {name: next(parts) for name in stack.tensors}
+        weight = stack.weight_class(packed, torch.Size(stack.sizes), stack.dtype).unpacked(dtype)
+        matrices.append((weight, None if bias is None else next(parts)))
+    return matrices
+
+
+def _compute_expert(
+    module: Any, inputs: Tensor, matrices: Sequence[tuple[Tensor, Tensor | None]]
+) -> Tensor:
+    """Return an expert's outputs of its tokens, [tokens, hidden]."""
+    first, last = matrices
+    states = F.linear(inputs, *first)
+    states = module._apply_gate(states) if module.has_gate else module.act_fn(states)
+    return F.linear(states, *last)
+
+
+def _copied(sources: Sequence[Sequence[Tensor]], device: torch.device) -> Iterator[list[Tensor]]:
+    """Yield each expert's tensors on a device, where they hold until the next is taken."""
+    if device.type != "cuda" or not sources:
+        yield from ([tensor.to(device) for tensor in tensors] for tensors in sources)
+        return
+    computing, copying = torch.cuda.current_stream(device), _copy_stream(device)
+    slots = [[torch.empty_like(part, device=device) for part in sources[0]] for _ in range(2)]
+
+    def copy(place: int) -> torch.cuda.Event:
+        copying.wait_stream(computing)  # for the products that read this slot
+        with torch.cuda.stream(copying):
+            for part, source in zip(slots[place % 2], sources[place], strict=True):
+                part.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(copying)
+        return event
+
+    copied = copy(0)
+    for place in range(len(sources)):
+        computing.wait_event(copied)
+        if place + 1 < len(sources):
+            copied = copy(place + 1)  # only waits for the products of the expert before
+        yield slots[place % 2]
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which a device gets experts."""
+    return torch.cuda.Stream(device)
+
+
+def fetched_bytes(module: Any, hidden: Tensor, index: Tensor) -> list[int]:
+    """Return the sizes of the tensors that `fetch` makes, at most."""
+    if not can_fetch(module):
+        return []
+    size, columns = hidden.element_size(), hidden.shape[1]
+    (first, _), (last, _) = _projections(module)
+    copies = [tensor.nbytes for tensor in _tensors_of(module, 0)]
+    unpacked = [
+        num_bytes
+        for stack in (first, last)
+        for num_bytes in (*stack.weight_class.unpacking_bytes(*stack.sizes, size),)
+    ]
+    widths = [columns, first.sizes[0], *[last.sizes[1]] * _GATE_TENSORS, columns]
+    tile = [_TILE_ROWS * size * width for width in widths]
+    sums = 4 * hidden.numel()
+    return [
+        *(sums, *routing_bytes(index)[:2], *copies, *copies, *unpacked, *tile),
+        *[4 * _TILE_ROWS * columns] * 2,
+    ]
