@@ -18,7 +18,7 @@ share of the optimizer's update counts with its passes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import inf
 from typing import Any, TypeAlias
@@ -199,9 +199,18 @@ class LatencyModel:
     @property
     def host_bytes(self) -> float:
         """Bytes of experts' weights that the host reads in a decode step."""
+        return self._sum_of_decode({kind: work[3] for kind, work in self._work.items()})
+
+    @property
+    def host_seconds(self) -> float:
+        """Seconds of a decode step in which the host computes experts."""
+        return self._sum_of_decode(self._host_seconds)
+
+    def _sum_of_decode(self, by_kind: Mapping[int, Floats]) -> float:
+        """Return the mean of a decode step over all blocks, from values by kind, [steps]."""
         blocks = [self._profile.blocks[block] for place in self._places for block in place]
-        read = sum(float(self._weights[1] @ self._work[block.kind][3]) for block in blocks)
-        return read / self._num_decodes if self._num_decodes else 0.0
+        total = sum(float(self._weights[1] @ by_kind[block.kind]) for block in blocks)
+        return total / self._num_decodes if self._num_decodes else 0.0
 
     def seconds_on(self, device: Device) -> Floats | None:
         """[(prefill, decode), places]: seconds on a device; None if a speed of it is unknown."""

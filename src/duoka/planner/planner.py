@@ -31,6 +31,7 @@ from .reasons import (
     Reason,
     chunk_reason,
     demand_reasons,
+    faster_reasons,
     gpus_reason,
     host_reason,
     offload_reason,
@@ -223,7 +224,9 @@ def _make_host_plan(costs: Costs, stages: Stages, seconds: float, problem: PlanP
     peaks = [stage for stage in _stage_peaks(costs, solution, problem.fleet) if stage is not None]
     plan = _make_plan(costs, solution, peaks, replace(problem, workload=costs.workload))
     forecast = replace(plan.forecast, expert_bytes=costs.profile.expert_bytes)
-    plan = replace(plan, forecast=forecast, why=(host_reason(costs), *plan.why))
+    seconds_of = None if forecast.seconds is None else forecast.seconds.token_seconds
+    reasons = host_reason(costs), *faster_reasons(costs, problem.fleet, seconds_of)
+    plan = replace(plan, forecast=forecast, why=(*reasons, *plan.why))
     if forecast.seconds is not None:
         return plan
     headroom = float(min(stage.headroom_bytes for stage in forecast.devices))

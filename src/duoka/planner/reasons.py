@@ -42,6 +42,8 @@ _SENTENCES = {
         "The experts of {layers} are in host memory ({size}), and the CPU computes them. A step "
         "reads {read} of them at {rate}, with experts chosen evenly."
     ),
+    "faster-host": "With host memory twice as fast, a request would get about {rate} tokens/s.",
+    "another-gpu": "With another {gpu}, a request would get about {rate} tokens/s.",
     "host-unknown": "The CPU memory is not checked, because the GPUs were declared.",
     "cpu-unused": (
         "No module runs on the CPU, which is slow; a device map can place modules there."
@@ -149,6 +151,25 @@ def host_reason(costs: Costs) -> Reason:
         "rate": rate if known else f"an assumed {rate} (duoka bench --calibrate measures it)",
     }
     return Reason("host-experts", values)
+
+
+def faster_reasons(costs: Costs, fleet: Fleet, token_seconds: float | None) -> Iterator[Reason]:
+    """Yield what faster host memory and a further GPU bring, if a token's time is known.
+
+    The further GPU is like the last one, and holds experts of as many layers as fit.
+    """
+    device, host_seconds = fleet.devices[-1], costs.latency.host_seconds
+    bandwidth = device.memory_bytes_per_second
+    if not token_seconds or not host_seconds or not bandwidth:
+        return
+    rate = 1 / (token_seconds - host_seconds / 2)
+    yield Reason("faster-host", {"rate": f"{rate:.2g}"})
+    num_layers = len(costs.workload.host_experts)
+    layer_bytes = costs.profile.expert_bytes / num_layers
+    share = min(costs.usable_bytes(device.budget_bytes) // layer_bytes / num_layers, 1.0)
+    rate = 1 / (token_seconds - share * (host_seconds - costs.latency.host_bytes / bandwidth))
+    name = device.product or f"GPU like {device.name}"
+    yield Reason("another-gpu", {"gpu": name, "rate": f"{rate:.2g}"})
 
 
 def chunk_reason(requested: Workload, resolved: Workload) -> Iterator[Reason]:

@@ -67,10 +67,12 @@ def _describe_throughput(plan: Plan) -> Iterator[str]:
     single = loads[0]
     if num == 1 or single.requests != 1:
         return
-    yield (
-        f"one request alone gets {format_roughly(single.best_tokens_per_second)} tokens/s; more "
-        f"GPUs don't make it faster, because each token passes through the {num} GPUs in turn"
-    )
+    if not plan.host_experts:
+        yield (
+            f"one request alone gets {format_roughly(single.best_tokens_per_second)} tokens/s; "
+            f"more GPUs don't make it faster, because each token passes through the {num} GPUs in "
+            "turn"
+        )
     ungrouped = [load for load in loads if not load.is_grouped]
     if (largest := loads[-1]).is_grouped:
         yield (
