@@ -150,6 +150,26 @@ def test_every_layout_learns_the_same(
     assert_alike(one, other)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "more"),
+    [
+        (WHOLE, {"dtype": "bfloat16"}),
+        pytest.param("virtual:2x64MiB", {"dtype": "bfloat16", **AGAIN}, marks=SLOW),
+        pytest.param(WHOLE, {"method": "qlora"}, marks=SLOW),
+        pytest.param(WHOLE, {"quantize": "int8"}, marks=SLOW),
+    ],
+)
+def test_experts_on_the_host_learn_the_same(gpus: str, more: Any, run: Any) -> None:
+    """The router and attention get the same gradients, up to rounding."""
+    targets = "q_proj", "k_proj", "v_proj", "o_proj"
+    options = {"family": "experts", "lora_target": targets, **SHORT, **more}
+    one = run("one", **options)
+    other = run("other", gpus, experts="host", host_memory="1GiB", **options)
+    expected = tuning.losses(one.directory)
+    assert expected[-1] < expected[0] - 0.2
+    assert tuning.losses(other.directory) == pytest.approx(expected, rel=0.02)
+
+
 # ── an adapter trained on ──
 
 

@@ -23,6 +23,7 @@ from duoka.forecast.workload import (
     read_dtype,
     read_quantization,
 )
+from duoka.planner.constraints import EXPERTS
 from duoka.planner.plan import Plan
 
 from . import planning, replicas
@@ -136,6 +137,13 @@ class TuneOptions(OptionGroup):
         "N", "Random seed for sample order, adapters and dropout. By default 0.", min=0
     )
     gpus: str | None = _where("GPUS", "GPUs, as for `duoka plan`. By default all; all are used.")
+    experts: str | None = _where(
+        "PLACE",
+        'Where frozen experts are: "auto" (the default: in host memory if the GPUs can\'t hold '
+        'them), "gpu" or "host". The GPUs fetch experts from the host in each pass.',
+        values=EXPERTS,
+    )
+    host_memory: str | None = _where("SIZE", "Host memory for experts, as for `duoka plan`.")
     replicas: str | None = _where("N", 'Data-parallel replicas. By default "auto": as many as fit.')
     schedule: str | None = _where(
         "NAME", "Pipeline schedule: 1f1b (the default), gpipe or sequential.", values=SCHEDULES

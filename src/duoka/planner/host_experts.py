@@ -191,8 +191,11 @@ def no_host_experts(profile: Profile, problem: PlanProblem) -> DuokaError:
             f"{profile.model} has no experts that can be in host memory",
             hint="omit --experts",
         )
-    if problem.workload.training is not None:
-        return UsageError("experts in host memory can't be trained", hint="omit --experts")
+    if problem.workload.training is not None and problem.workload.training.method == "full":
+        return UsageError(
+            "experts in host memory can't be trained",
+            hint="train adapters (duoka tune --method lora), or omit --experts",
+        )
     host, find = host_of(problem), problem.find_profile
     if host is None:
         return UsageError(

@@ -193,7 +193,8 @@ def _place_with_host(
     """
     host, find = host_of(problem), problem.find_profile
     has_experts = any(block.experts for block in profile.blocks)
-    if problem.constraints.experts == "gpu" or problem.workload.training is not None:
+    training = problem.workload.training
+    if problem.constraints.experts == "gpu" or (training and training.method == "full"):
         return None
     if host is None or find is None or not has_experts:
         return None
@@ -201,6 +202,8 @@ def _place_with_host(
     hosted = find(on_host)
     if not _fits_bounds(hosted, replace(problem, workload=on_host)):
         return None
+    if training is not None:
+        return _train_with_host(hosted, replace(problem, workload=on_host), host)
     if shortage is None:
         profile = hosted
     for has_room in (True, False):
@@ -210,6 +213,19 @@ def _place_with_host(
             if optimum is not None:
                 return replace(_make_host_plan(*optimum, part), request=problem.request)
     return None
+
+
+def _train_with_host(hosted: Profile, problem: PlanProblem, host: Device) -> Plan | None:
+    """Return a plan for training with all experts in host memory, where they are frozen."""
+    if hosted.expert_bytes > host.budget_bytes:
+        return None
+    workload = replace(problem.workload, host_experts=hosted.host_experts)
+    plan = _place_by_preference(hosted, replace(problem, workload=workload))
+    if isinstance(plan, NoPlacement):
+        return None
+    forecast = replace(plan.forecast, expert_bytes=hosted.expert_bytes)
+    reason = Reason("trained-beside", {"size": format_bytes(hosted.expert_bytes)})
+    return replace(plan, forecast=forecast, request=problem.request, why=(reason, *plan.why))
 
 
 def _make_host_plan(costs: Costs, stages: Stages, seconds: float, problem: PlanProblem) -> Plan:

@@ -42,6 +42,9 @@ _SENTENCES = {
         "The experts of {layers} are in host memory ({size}), and the CPU computes them. A step "
         "reads {read} of them at {rate}, with experts chosen evenly."
     ),
+    "trained-beside": (
+        "All experts are in host memory ({size}), frozen; the GPUs fetch them in each pass."
+    ),
     "faster-host": "With host memory twice as fast, a request would get about {rate} tokens/s.",
     "another-gpu": "With another {gpu}, a request would get about {rate} tokens/s.",
     "host-unknown": "The CPU memory is not checked, because the GPUs were declared.",

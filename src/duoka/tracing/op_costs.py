@@ -44,6 +44,12 @@ def _experts() -> frozenset[Any]:
     return frozenset({torch.ops.duoka.experts_linear, torch.ops.duoka.experts_backward})
 
 
+@cache
+def _on_host() -> frozenset[Any]:
+    """Return the operators for experts on the host."""
+    return frozenset({torch.ops.duoka.host_experts, torch.ops.duoka.host_experts_backward})
+
+
 def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the number of additions and multiplications of an operator's call.
 
@@ -65,8 +71,9 @@ def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     if func.overloadpacket in _experts():
         # A product for each pair of token and expert: activations [.., columns], to [pairs, rows].
         return 2 * int(result.numel()) * int(args[0].shape[1])
-    if func is torch.ops.duoka.host_experts.default:  # of the GPU, if it fetches them
-        return int(args[1].numel() * args[5]) if args[6] else 0
+    if func.overloadpacket in _on_host():  # of the GPU, if it fetches them
+        passes = 1 if func is torch.ops.duoka.host_experts.default else 3
+        return int(passes * args[1].numel() * args[-2]) if args[-1] else 0
     formula = flop_registry.get(func.overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
@@ -76,9 +83,9 @@ def count_host_work(func: Any, args: Any, *, is_few: bool) -> tuple[int, int]:
 
     No FLOPs means that the GPU fetches the experts.
     """
-    if func is not torch.ops.duoka.host_experts.default:
+    if func.overloadpacket not in _on_host():
         return 0, 0
-    _, index, _, num_bytes, experts, flops, fetched = args
+    _, index, *_, num_bytes, experts, flops, fetched = args
     if fetched and not is_few:
         return num_bytes, 0
     share = min(1.0, index.numel() / experts) if is_few else 1.0

@@ -20,10 +20,12 @@ from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import InfeasibleError, UsageError
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
+from duoka.hardware.host import refuse_more
 from duoka.models.from_checkpoint import build_model, tokenizer_of
 from duoka.models.lora import LoraAdapter, fill_adapter, native_form, refuse_other_model
 from duoka.models.text.chatglm_tokenizer import ChatGLMTokenizer
 from duoka.models.text.prompts import chat_format
+from duoka.planner.constraints import Constraints
 from duoka.planner.plan import Plan
 from duoka.planner.search import Objective
 from duoka.runtime.load.adapter import read_adapter
@@ -270,8 +272,18 @@ def _plan_machine(
             objective=objective,
             suggest=suggest,
         ).plans
+    if settings.host_memory is not None:
+        fleet = fleet.with_host(settings.host_memory)
     return (
-        make_plan(checkpoint, fleet, workload, use_all=True, objective=objective, suggest=suggest),
+        make_plan(
+            checkpoint,
+            fleet,
+            workload,
+            use_all=True,
+            objective=objective,
+            constraints=Constraints(experts=settings.experts),
+            suggest=suggest,
+        ),
     )
 
 
@@ -288,7 +300,8 @@ def _refuse_small_gpus(checkpoint: Checkpoint, fleet: Fleet, settings: TuneSetti
 
 
 def prove_plans(checkpoint: Checkpoint, plans: Sequence[Plan]) -> None:
-    """Run each plan on virtual GPUs before a weight is read."""
+    """Run each plan on virtual GPUs before a weight is read; check the host's memory."""
+    refuse_more(plans[0].forecast.expert_bytes)
     for plan in {id(plan): plan for plan in plans}.values():  # machines share plan objects
         say(f"proving the plan on {', '.join(plan.devices)}")
         prove(plan, build_model(checkpoint, plan.workload))

@@ -23,6 +23,7 @@ from duoka.forecast.workload import (
     whole_number,
 )
 from duoka.models.lora import LoraAdapter
+from duoka.planner.constraints import Experts
 
 from .learning_rate import Decay, rate_factor
 
@@ -40,7 +41,10 @@ _MINIMA = {
     **dict.fromkeys(("warmup", "save_every", "eval_every", "seed"), 0),
 }
 _OPTIONAL = ("seq_length", "steps", "warmup", "lora_alpha")
-_CHOICES = {"method": TuneMethod, "train_on": TrainOn, "lr_schedule": Decay, "names": KeyNames}
+_CHOICES = {
+    "method": TuneMethod, "train_on": TrainOn, "lr_schedule": Decay, "names": KeyNames,
+    "experts": Experts,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +88,11 @@ class TuneSettings:
         "nf4" unless `quantize` says otherwise.
     checkpointing : bool
         Recompute activations in the backward pass (gradient checkpointing).
+    experts : {"auto", "gpu", "host"}
+        Where the frozen experts of a mixture of experts are; "auto" keeps them in host memory if
+        the GPUs can't hold them.
+    host_memory : str, optional
+        Host memory for experts; by default the memory available on this machine.
     schedule : {"1f1b", "gpipe", "sequential"}
         Pipeline schedule of the stages.
     seed : int
@@ -126,6 +135,8 @@ class TuneSettings:
     dtype: Dtype = "auto"
     quantize: Quantization = "none"
     checkpointing: bool = False
+    experts: Experts = "auto"
+    host_memory: str | None = None
     schedule: Schedule = "1f1b"
     seed: int = 0
     save_every: int = 0

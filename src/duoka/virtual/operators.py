@@ -135,7 +135,7 @@ def add_operator(func: Any, buffers: Callable[..., Iterable[Sequence[int]]]) -> 
     def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = make(func, args, kwargs)
         for sizes in buffers(*args):
-            result.gpu.charge(*sizes)
+            args[0].gpu.charge(*sizes)
         return result
 
     handlers[func] = run_operator

@@ -259,11 +259,20 @@ def _empty_like(hidden: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(hidden)
 
 
-_library.define(
-    "host_experts(Tensor x, Tensor index, Tensor weights, int bytes, int experts, int flops,"
-    " int[] fetched) -> Tensor"
-)
-_library.impl("host_experts", _empty_like, "Meta")
+def _empty_gradients(hidden: Tensor, _index: Tensor, weights: Tensor, *_: Any) -> list[Tensor]:
+    """Return the gradients of experts on the host without values."""
+    return [torch.empty_like(hidden), torch.empty_like(weights)]
+
+
+_COSTS = "int bytes, int experts, int flops, int[] fetched"
+for _name, _tensors, _results, _meta in (
+    ("host_experts", "", "Tensor", _empty_like),
+    ("host_experts_backward", " Tensor gradient,", "Tensor[]", _empty_gradients),
+):
+    _library.define(
+        f"{_name}(Tensor x, Tensor index, Tensor weights,{_tensors} {_COSTS}) -> {_results}"
+    )
+    _library.impl(_name, _meta, "Meta")
 
 
 def _host_buffers(_hidden: Tensor, index: Tensor, *arguments: Any) -> Iterator[list[int]]:
@@ -274,6 +283,7 @@ def _host_buffers(_hidden: Tensor, index: Tensor, *arguments: Any) -> Iterator[l
 
 
 add_operator(torch.ops.duoka.host_experts.default, _host_buffers)
+add_operator(torch.ops.duoka.host_experts_backward.default, _host_buffers)
 
 
 class _Product(torch.autograd.Function):

@@ -3,7 +3,8 @@
 From as many pairs of token and expert as there are experts on, a step needs nearly all experts, and
 arithmetic limits the CPU. So each expert in use is copied to the GPU once, unpacked there, and
 multiplied by its tokens in tiles; meanwhile the next expert is copied. Memory on the GPU is that of
-two packed experts, one unpacked, and a tile. It doesn't depend on the routing.
+two packed experts, one unpacked, and a tile. It doesn't depend on the routing. In training every
+step fetches, forward and backward; the experts are frozen, and what happens in them isn't saved.
 """
 
 from __future__ import annotations
@@ -27,8 +28,12 @@ _GATE_TENSORS = 3
 
 def is_fetched(module: Any, hidden: Tensor, index: Tensor) -> bool:
     """Return True if the GPU computes a step of these tokens, whose experts are on the host."""
-    is_trained = torch.is_grad_enabled() and hidden.requires_grad
-    return can_fetch(module) and index.numel() > module.num_experts and not is_trained
+    return can_fetch(module) and (is_training(hidden) or index.numel() > module.num_experts)
+
+
+def is_training(hidden: Tensor) -> bool:
+    """Return True if the step has a backward pass."""
+    return torch.is_grad_enabled() and hidden.requires_grad
 
 
 def can_fetch(module: Any) -> bool:
@@ -40,16 +45,44 @@ def fetch(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor
     """Return the weighted sum of each token's experts, [tokens, hidden]; see `experts.compute`."""
     reserve(hidden.device, fetched_bytes(module, hidden, index))
     sums = torch.zeros_like(hidden, dtype=torch.float32)
+    for tile, matrices in _tiles(module, hidden, index):
+        tokens = tile // index.shape[1]
+        scores = weights.reshape(-1, 1).index_select(0, tile)
+        states = _compute_expert(module, hidden.index_select(0, tokens), matrices)
+        sums.index_add_(0, tokens, (states * scores).float())
+    return sums.to(hidden.dtype)
+
+
+def fetch_backward(
+    module: Any, gradient: Tensor, hidden: Tensor, index: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `hidden` and `weights` for a gradient of the result of `fetch`."""
+    reserve(hidden.device, fetched_bytes(module, hidden, index, is_backward=True))
+    sums = torch.zeros_like(hidden, dtype=torch.float32)
+    of_weights = torch.empty_like(weights).view(-1, 1)
+    for tile, matrices in _tiles(module, hidden, index):
+        tokens = tile // index.shape[1]
+        inputs = hidden.index_select(0, tokens).requires_grad_()
+        scores = weights.reshape(-1, 1).index_select(0, tile).requires_grad_()
+        with torch.enable_grad():
+            outputs = _compute_expert(module, inputs, matrices) * scores
+        received = gradient.index_select(0, tokens).to(outputs.dtype)
+        of_inputs, of_scores = torch.autograd.grad(outputs, (inputs, scores), received)
+        sums.index_add_(0, tokens, of_inputs.float())
+        of_weights.index_copy_(0, tile, of_scores)
+    return sums.to(hidden.dtype), of_weights.view_as(weights)
+
+
+def _tiles(
+    module: Any, hidden: Tensor, index: Tensor
+) -> Iterator[tuple[Tensor, list[tuple[Tensor, Tensor | None]]]]:
+    """Yield the pairs of each tile, and weight and bias of both projections of its expert."""
     experts = by_expert(index, module.num_experts)
     sources = [_tensors_of(module, number) for number, _ in experts]
     for (_, pairs), tensors in zip(experts, _copied(sources, hidden.device), strict=True):
         matrices = _unpacked(module, tensors, hidden.dtype)
         for tile in pairs.split(_TILE_ROWS):
-            tokens = tile // index.shape[1]
-            scores = weights.reshape(-1, 1).index_select(0, tile)
-            states = _compute_expert(module, hidden.index_select(0, tokens), matrices)
-            sums.index_add_(0, tokens, (states * scores).float())
-    return sums.to(hidden.dtype)
+            yield tile, matrices
 
 
 def _projections(module: Any) -> list[tuple[ExpertStack, Tensor | None]]:
@@ -123,8 +156,10 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def fetched_bytes(module: Any, hidden: Tensor, index: Tensor) -> list[int]:
-    """Return the sizes of the tensors that `fetch` makes, at most."""
+def fetched_bytes(
+    module: Any, hidden: Tensor, index: Tensor, *, is_backward: bool = False
+) -> list[int]:
+    """Return the sizes of the tensors that `fetch` or `fetch_backward` makes, at most."""
     if not can_fetch(module):
         return []
     size, columns = hidden.element_size(), hidden.shape[1]
@@ -136,7 +171,7 @@ def fetched_bytes(module: Any, hidden: Tensor, index: Tensor) -> list[int]:
         for num_bytes in (*stack.weight_class.unpacking_bytes(*stack.sizes, size),)
     ]
     widths = [columns, first.sizes[0], *[last.sizes[1]] * _GATE_TENSORS, columns]
-    tile = [_TILE_ROWS * size * width for width in widths]
+    tile = [_TILE_ROWS * size * width for width in widths] * (3 if is_backward else 1)
     sums = 4 * hidden.numel()
     return [
         *(sums, *routing_bytes(index)[:2], *copies, *copies, *unpacked, *tile),

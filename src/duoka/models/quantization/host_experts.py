@@ -20,7 +20,7 @@ from duoka.forecast.workload import ALL_EXPERTS
 from duoka.virtual import VirtualTensor
 
 from .composed import num_bytes
-from .fetched_experts import fetch, fetched_bytes, is_fetched
+from .fetched_experts import fetch, fetch_backward, fetched_bytes, is_fetched, is_training
 from .stacked import ExpertStack, Unquantized
 
 IMPLEMENTATION = "duoka"
@@ -92,15 +92,16 @@ def compute_on_host(
 
     On a virtual GPU without data only the work is recorded.
     """
-    if isinstance(hidden, VirtualTensor) and hidden.gpu.meta:
-        stacks = [part for part in module.parameters(recurse=False) if part.ndim > 1]
-        flops = 2 * sum(part.numel() for part in stacks) // module.num_experts
-        size = sum(map(num_bytes, stacks))
-        fetched = fetched_bytes(module, hidden, index)
-        outputs: Tensor = torch.ops.duoka.host_experts(
-            hidden, index, weights, size, module.num_experts, flops, fetched
-        )
-        return outputs
+    if hidden.device.type != "cpu" and is_training(hidden):
+        apply: Any = _Fetched.apply
+        device_type = hidden.device.type
+        if torch.is_autocast_enabled(device_type):
+            hidden = hidden.to(torch.get_autocast_dtype(device_type))
+        result: Tensor = apply(module, hidden, index, weights)
+        return result
+    if is_without_data(hidden):
+        recorded: Tensor = _record(module, hidden, index, weights)
+        return recorded
     if hidden.device.type != "cpu" and is_fetched(module, hidden, index):
         return fetch(module, hidden, index, weights)
     if not hidden.is_cuda:
@@ -115,6 +116,47 @@ def compute_on_host(
     else:
         add_host_work(work, tensors)
     return outputs
+
+
+def is_without_data(tensor: Tensor) -> bool:
+    """Return True for a tensor of a virtual GPU without data, which only records the work."""
+    return isinstance(tensor, VirtualTensor) and tensor.gpu.meta
+
+
+def _record(
+    module: Any, hidden: Tensor, index: Tensor, *others: Tensor, is_backward: bool = False
+) -> Any:
+    """Record the work of experts on the host; return results without values."""
+    stacks = [part for part in module.parameters(recurse=False) if part.ndim > 1]
+    flops = 2 * sum(part.numel() for part in stacks) // module.num_experts
+    size = sum(map(num_bytes, stacks))
+    fetched = fetched_bytes(module, hidden, index, is_backward=is_backward)
+    operators = torch.ops.duoka
+    operator = operators.host_experts_backward if is_backward else operators.host_experts
+    return operator(hidden, index, *others, size, module.num_experts, flops, fetched)
+
+
+class _Fetched(torch.autograd.Function):
+    """Frozen experts fetched from the host, with gradients for the tokens and their weights."""
+
+    @staticmethod
+    def forward(ctx: Any, module: Any, *tensors: Tensor) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(*tensors)
+        if is_without_data(tensors[0]):
+            recorded: Tensor = _record(module, *tensors)
+            return recorded
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            return fetch(module, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        hidden, index, weights = ctx.saved_tensors
+        if is_without_data(hidden):
+            sums, scores = _record(ctx.module, hidden, index, weights, *gradients, is_backward=True)
+        else:
+            sums, scores = fetch_backward(ctx.module, gradients[0], hidden, index, weights)
+        return None, sums, None, scores
 
 
 def _compute_into(
