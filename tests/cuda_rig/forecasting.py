@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from cuda_rig.values import values
 from duoka import Fleet, Plan, Workload, models, virtual
 from duoka.forecast.profile import Profile
 from duoka.forecast.serving import Capacity
-from duoka.models.quantization import quantize_model
+from duoka.models.quantization import keep_on_host, quantize_model
 from duoka.planner.constraints import Constraints
 from duoka.planner.planner import with_chunks
 from duoka.planner.request import PlanProblem
@@ -40,6 +40,8 @@ class Case:
         if self.workload.quantize != "none":
             trains = self.workload.training is not None
             quantize_model(model, self.workload.quantize, trains=trains)
+        if self.workload.host_experts:
+            keep_on_host(model, self.workload.host_experts)
         return model
 
     def profile(self) -> Profile:
@@ -55,7 +57,7 @@ class Case:
     def plan(self, profile: Profile) -> Plan:
         problem = PlanProblem(
             fleet=Fleet.parse(self.gpus),
-            workload=self.workload,
+            workload=replace(self.workload, host_experts=profile.host_experts),
             use_all=not self.offload,
             constraints=Constraints(offload=self.offload),
         )

@@ -12,7 +12,7 @@ import torch
 from cuda_rig.forecasting import Case, counted, forecast, run
 from torch.utils.checkpoint import checkpoint
 
-from duoka.forecast.workload import Training, Workload
+from duoka.forecast.workload import ALL_EXPERTS, Training, Workload
 from duoka.hardware import gpu_generation
 from duoka.hardware.gpu_generation import GpuGeneration
 
@@ -143,6 +143,14 @@ def test_adapters_beside_quantized_weights(quantize: Any, dropout: float) -> Non
 def test_adapters_beside_quantized_experts(quantize: Any) -> None:
     case = small("experts", ONE, prompt=300, quantize=quantize, training=Training())
     check(case, over=0.001, segments=2)
+
+
+@pytest.mark.cuda_rig(gpus=ONE)
+@pytest.mark.parametrize("quantize", ["none", "int8", "nf4"])
+def test_adapters_beside_experts_on_the_host(quantize: Any) -> None:
+    training = Training(lora_targets=("q_proj", "v_proj"))
+    work = {"quantize": quantize, "training": training, "host_experts": ALL_EXPERTS}
+    check(small("experts", ONE, prompt=300, **work), over=0.001, segments=2)
 
 
 @pytest.mark.cuda_rig(gpus=ONE)
