@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -75,7 +76,6 @@ class Costs:
         self.host = host
         self.workload = workload
         self.training = workload.training
-        self._brief = replay_of(profile, workload, brief=True)
         self._replays: dict[int, Replay] = {}
         self._chain = cache.chain(profile)
         self._peaks: dict[tuple[tuple[int, ...], int], StageBytes | None] = {}
@@ -85,8 +85,18 @@ class Costs:
         self._excluded: set[tuple[tuple[int, ...], int]] = set()
         self.num_blocks = len(self._chain)
         self._bounds: dict[int, Ints] = {}
-        self.lower_bound_bytes = cache.bounds(profile, workload, lambda: self.bounds_at(1))
+        self._cache = cache
         self._latency: LatencyModel | None = None
+
+    @cached_property
+    def _brief(self) -> Replay:
+        """The replay of a few steps, for bounds."""
+        return replay_of(self.profile, self.workload, brief=True)
+
+    @property
+    def lower_bound_bytes(self) -> Ints:
+        """[start, stop]: lower bounds of the peak bytes of stages at place 1."""
+        return self._cache.bounds(self.profile, self.workload, lambda: self.bounds_at(1))
 
     def leaving(self, room: Room) -> Costs:
         """Return costs for which stages must leave `room` of each budget free."""

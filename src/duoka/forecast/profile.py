@@ -400,23 +400,38 @@ class Profile:
             changed.append(replace(block, kind=number.setdefault(kind, len(number))))
         return replace(self, blocks=tuple(changed), kinds=tuple(number))
 
-    def hosting(self, blocks: Collection[int], hosted: Profile) -> Profile:
+    def hosting(
+        self,
+        blocks: Collection[int],
+        hosted: Profile,
+        known: dict[tuple[int, int, bool, bool], BlockKind] | None = None,
+    ) -> Profile:
         """Return the profile with the experts of the given blocks on the host.
 
-        `hosted` is the profile with the experts of all blocks there.
+        `hosted` is the profile with the experts of all blocks there. Kinds of blocks are compared
+        once, and then `known` for further calls.
         """
         assert self.regimes == hosted.regimes, "code paths don't depend on where experts are"
-        number: dict[BlockKind, int] = {}
+        known = {} if known is None else known
+        number: dict[int, int] = {}
+        kinds: list[BlockKind] = []
         changed = []
         for index, block in enumerate(self.blocks):
-            profile = hosted if index in blocks else self
-            before = hosted if index - 1 in blocks else self
-            kind = profile.kinds[profile.blocks[index].kind]
-            if before is not profile:
-                kind = _after(kind, before.kinds[before.blocks[index].kind])
-            changed.append(replace(block, kind=number.setdefault(kind, len(number))))
+            places = index in blocks, index - 1 in blocks
+            key = block.kind, hosted.blocks[index].kind, *places
+            if key not in known:
+                kind, before = (
+                    profile.kinds[profile.blocks[index].kind]
+                    for profile in (hosted if place else self for place in places)
+                )
+                kind = kind if places[0] == places[1] else _after(kind, before)
+                known[key] = next((other for other in known.values() if other == kind), kind)
+            if id(known[key]) not in number:
+                number[id(known[key])] = len(kinds)
+                kinds.append(known[key])
+            changed.append(replace(block, kind=number[id(known[key])]))
         conditions = hosted.conditions if blocks else self.conditions
-        return replace(self, blocks=tuple(changed), kinds=tuple(number), conditions=conditions)
+        return replace(self, blocks=tuple(changed), kinds=tuple(kinds), conditions=conditions)
 
     @property
     def expert_bytes(self) -> int:

@@ -8,6 +8,7 @@ compared with it. A workload is a schedule of passes over a stage's blocks; `rep
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import inf
 from typing import TypeVar
@@ -16,7 +17,7 @@ from .alloc_events import AllocEvents, ForecastStep
 from .alloc_program import StageCompiler, StageProgram
 from .allocator import OutOfCapacity, rounded_bytes, segment_bytes
 from .device_memory import Held, new_memory
-from .profile import Key, Phase, Profile, buffer_bytes, evaluate
+from .profile import Key, Phase, Profile, Rule, buffer_bytes, evaluate
 from .stage_bytes import StageBytes
 from .workload import Workload
 
@@ -32,6 +33,8 @@ T = TypeVar("T")
 _MOST_EVENTS = 200_000
 _SMALL_GROWTH_BYTES = 4096
 _MOST_STEPS_BETWEEN = 4096
+_LENGTHS: dict[tuple[object, ...], list[int]] = {}
+"""The lengths of decode steps that were chosen, by model, workload and rules of its caches."""
 # Seconds change slowly with the length: of more steps than these, a sample stands for all.
 _MOST_SAMPLES = 64
 
@@ -145,14 +148,22 @@ class Replay(AllocEvents):
         # Every step allocates a longer cache tensor, which needs a segment of another size only if
         # its size class changes. A tensor that grows from 8 to 13 MiB in steps of 1 MiB needs
         # segments of 20, 20, 10, 12, 12, 14 MiB: the lengths at 10, 11 and 13 MiB are replayed.
-        chosen_lengths = {*_take_ends(keys)}
-        rules = {
+        rules = frozenset(
             trace.sizes[index]
             for kind in self.profile.kinds
             for regime, trace in zip(self.profile.regimes, kind.traces, strict=True)
             if regime.phase == "decode" and regime.is_batched == (self.workload.batch > 1)
             for index in trace.retained
-        }
+        )
+        # Profiles that differ in the experts on the host have the same caches.
+        key = self.profile.fingerprint, replace(self.workload, host_experts=()), rules
+        if key not in _LENGTHS:
+            _LENGTHS[key] = self._lengths_of_classes(keys, rules)
+        return _LENGTHS[key]
+
+    def _lengths_of_classes(self, keys: range, rules: Iterable[Rule]) -> list[int]:
+        """Return the lengths where a cache's size class changes, and some between."""
+        chosen_lengths = {*_take_ends(keys)}
         growth = 0
         for rule in rules:
             sizes = [rounded_bytes(evaluate(rule, self._values(1, length))) for length in keys]

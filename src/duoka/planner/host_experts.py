@@ -5,20 +5,23 @@ more, the less memory its GPU needs and the longer a token takes. The search is 
 with one more number for each stage. At first it is a lower bound, from lower bounds of the bytes.
 The stages of the best placement are replayed to find their exact numbers, with which the search
 runs again, until all stages of the best placement are exact. Bounds never exceed exact numbers, so
-no other placement is faster.
+no other placement is faster. On many GPUs, where lots of placements are nearly equal, the search
+ends once no other placement can be more than 1 % faster.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import count
 
 import numpy as np
 
 from duoka.base.units import format_bytes
 from duoka.errors import DuokaError, InfeasibleError, UsageError
 from duoka.forecast.costs import Costs, Ints
-from duoka.forecast.profile import Profile
+from duoka.forecast.profile import BlockKind, Profile
 from duoka.forecast.workload import ALL_EXPERTS
 from duoka.hardware.device import Device
 
@@ -29,6 +32,9 @@ from .search.device_groups import DeviceGroup, group_devices, link_seconds
 from .search.dynamic_programme import BlockRange, Floats, Programme, Stages
 
 _NONE_FITS = -1
+_EXACT_ROUNDS = 10
+"""Rounds of the search for the optimum itself; after them, a gap is accepted."""
+_GAP = 0.01
 
 
 class HostSearch:
@@ -69,6 +75,7 @@ class HostSearch:
         )
         self._numbers = [self._least_numbers(group) for group in self._groups]
         self._exact: set[tuple[int, int]] = set()  # (group, class of stages)
+        self._kinds: dict[tuple[int, int, bool, bool], BlockKind] = {}
 
     def find(self) -> tuple[Costs, Stages, float] | None:
         """Return the costs with some experts on the host, the best stages, and their seconds.
@@ -83,7 +90,8 @@ class HostSearch:
         if self._links is not None:
             firsts, lasts = [group[0] for group in devices], [group[-1] for group in devices]
             transfers = self._links[np.ix_(firsts, lasts)]
-        while True:
+        best: tuple[float, Stages] = np.inf, ()
+        for number in count(1):
             tables = np.array([[self._seconds(group) for group in self._groups]])
             programme = Programme(
                 tables,
@@ -95,31 +103,53 @@ class HostSearch:
             optimum = programme.find_best()
             if optimum is None or not np.isfinite(optimum[1]):
                 return None
-            stages, seconds = optimum
-            were_exact = [self._settle(stage) for stage in stages]
-            if all(were_exact):
-                costs = self._mixed(stages)
+            stages, bound = optimum
+            for stage in stages:
+                self._settle(stage)
+            seconds = bound + sum(self._increase(stage, tables[0]) for stage in stages)
+            best = min(best, (float(seconds), stages), key=lambda pair: pair[0])
+            if best[0] <= bound * (1 if number <= _EXACT_ROUNDS else 1 + _GAP):
+                costs = self._mixed(best[1])
                 fits = costs.profile.expert_bytes <= self._host.budget_bytes
-                return (costs, stages, float(seconds)) if fits else None
+                return (costs, best[1], best[0]) if fits else None
+        raise AssertionError("the search ends")
 
-    def _settle(self, stage: BlockRange) -> bool:
-        """Replace the bound of a stage by its exact number; return True if it was exact."""
+    def _increase(self, stage: BlockRange, tables: Floats) -> float:
+        """Return by how much a settled stage takes longer than its bound of earlier tables."""
+        group, place = self._group_of(stage), (stage.start, stage.stop)
+        increase: float = self._seconds(group)[place] - tables[group.index][place]
+        return increase
+
+    def _settle(self, stage: BlockRange) -> None:
+        """Replace the bound of a stage by its exact number."""
         group, place = self._group_of(stage), (stage.start, stage.stop)
         classes, numbers = self._on_gpus.stage_classes, self._numbers[group.index]
         if (group.index, int(classes[place])) in self._exact:
-            return True
-        exact = least = int(numbers[place])
-        most = int(self._before[stage.stop] - self._before[stage.start])
-        while exact <= most:
-            numbers[place] = exact
-            if self._mixed([stage]).stage_bytes(*place, group.budget_bytes) is not None:
-                break
-            exact += 1
+            return
         # Stages of one class need the same bytes, so they need the same number.
         is_equal = (classes == classes[place]) & ~np.tri(len(classes), dtype=np.bool_)
-        numbers[is_equal] = exact if exact <= most else _NONE_FITS
         self._exact.add((group.index, int(classes[place])))
-        return exact == least
+        if self._fits(stage):
+            exact = int(numbers[place])
+            while not self._fits(stage, exact):
+                exact += 1
+            numbers[is_equal] = exact
+            return
+        # The shortest stage from here on that doesn't fit; longer ones don't fit either.
+        stops = range(stage.start + 1, stage.stop + 1)
+        shortest = bisect_left(
+            stops, True, key=lambda stop: not self._fits(replace(stage, stop=stop))
+        )
+        numbers[is_equal] = _NONE_FITS
+        numbers[: stage.start + 1, stops[shortest] :] = _NONE_FITS
+
+    def _fits(self, stage: BlockRange, number: int | None = None) -> bool:
+        """Return True if a stage fits with a number of expert layers on the host, or with all."""
+        first, last = self._before[stage.start], self._before[stage.stop]
+        blocks = self._layers[first : last if number is None else first + number]
+        costs = self._costs_with(block for layer in blocks for block in layer)
+        budget_bytes = self._group_of(stage).budget_bytes
+        return costs.stage_bytes(stage.start, stage.stop, budget_bytes) is not None
 
     def _least_numbers(self, group: DeviceGroup) -> Ints:
         """[start, stop]: lower bounds of the expert layers on the host, or `_NONE_FITS`.
@@ -170,7 +200,11 @@ class HostSearch:
             first = self._before[stage.start]
             number = self._numbers[self._group_of(stage).index][stage.start, stage.stop]
             blocks.update(*self._layers[first : first + number])
-        return self._costs(self._profile.hosting(blocks, self._hosted))
+        return self._costs_with(blocks)
+
+    def _costs_with(self, blocks: Iterable[int]) -> Costs:
+        """Return the costs with the experts of these blocks on the host."""
+        return self._costs(self._profile.hosting({*blocks}, self._hosted, self._kinds))
 
     def _costs(self, profile: Profile) -> Costs:
         """Return the costs of a profile, which may have experts on the host."""
