@@ -35,9 +35,11 @@ Layout: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """The shape and dtype of each tensor of a weight, by name."""
 
 _ATEN = torch.ops.aten
-_TILE_COLUMNS = 16 * TILES  # the kernel for tensor cores requires a multiple of these columns
+TILE_COLUMNS = 16 * TILES
+"""The kernel for tensor cores requires a multiple of this number of columns in stacks."""
 _LARGEST_GROUP = 256
-_MIDDLE = 8  # the kernel computes (number - 8) * scale + zero, with numbers from 0 to 15
+MIDDLE = 8
+"""The kernels for int4 compute (number - 8) * scale + zero, with numbers from 0 to 15."""
 ROWS = 16
 """Weights of stacks have a multiple of this number of rows: the kernels for int4 require it."""
 
@@ -55,7 +57,7 @@ class _Tiles(Composed):
     @classmethod
     def of(cls, weight: Tensor) -> Composed:
         """Quantize a weight [rows, columns]."""
-        padded = F.pad(weight.to(torch.bfloat16), (0, -weight.shape[1] % _TILE_COLUMNS))
+        padded = F.pad(weight.to(torch.bfloat16), (0, -weight.shape[1] % TILE_COLUMNS))
         group = cls._group(padded.shape[1], weight.shape[1])
         numbers, scale_and_zero = cls._numbers(padded, group)
         packed = _ATEN._convert_weight_to_int4pack(numbers, TILES)
@@ -65,9 +67,9 @@ class _Tiles(Composed):
     @classmethod
     def tensor_shapes(cls, rows: int, columns: int, _dtype: torch.dtype) -> Layout:
         """Return the shape and dtype of each tensor of a weight [rows, columns]."""
-        padded = columns + -columns % _TILE_COLUMNS
+        padded = columns + -columns % TILE_COLUMNS
         groups = cls.copies * padded // cls._group(padded, columns)
-        packed = rows // 8, cls.copies * padded // _TILE_COLUMNS, 32, TILES // 2
+        packed = rows // 8, cls.copies * padded // TILE_COLUMNS, 32, TILES // 2
         return {
             "packed": (packed, torch.int32),
             "scale_and_zero": ((groups, rows, 2), torch.bfloat16),
@@ -86,7 +88,7 @@ class _Tiles(Composed):
     @classmethod
     def multiply_packed(cls, inputs: Tensor, packed: Tensor, scale_and_zero: Tensor) -> Tensor:
         """Multiply [tokens, columns] by the tensors of a weight, to bfloat16 [tokens, rows]."""
-        columns = packed.shape[1] * _TILE_COLUMNS
+        columns = packed.shape[1] * TILE_COLUMNS
         missing = columns // cls.copies - inputs.shape[1]
         inputs = inputs.to(torch.bfloat16)
         inputs = F.pad(inputs, (0, missing)) if missing else inputs
@@ -102,9 +104,9 @@ class _Tiles(Composed):
     def input_bytes(cls, tokens: int, inputs: Tensor) -> list[int]:
         """Return the sizes of the copies of [tokens, columns] that `multiply_packed` makes."""
         columns = inputs.shape[1]
-        padded = 2 * tokens * (columns + -columns % _TILE_COLUMNS)
+        padded = 2 * tokens * (columns + -columns % TILE_COLUMNS)
         casts = [] if inputs.dtype == torch.bfloat16 else [2 * tokens * columns]
-        pads = [padded] if columns % _TILE_COLUMNS else []
+        pads = [padded] if columns % TILE_COLUMNS else []
         return [*casts, *pads, *([] if cls.copies == 1 else [cls.copies * padded])]
 
     @classmethod
@@ -136,17 +138,17 @@ class Int8Tiles(_Tiles):
 
     @classmethod
     def _group(cls, padded: int, columns: int) -> int:
-        return _LARGEST_GROUP if padded % _LARGEST_GROUP == 0 else _TILE_COLUMNS
+        return _LARGEST_GROUP if padded % _LARGEST_GROUP == 0 else TILE_COLUMNS
 
     @classmethod
     def _numbers(cls, weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
         numbers, scale = _round_to_int8(weight)
-        high, low = (numbers >> 4) + _MIDDLE, numbers & 0xF
+        high, low = (numbers >> 4) + MIDDLE, numbers & 0xF
         halves = torch.cat([high, low], dim=1).to(torch.uint8)
         groups = weight.shape[1] // group
         # The high half is (number - 8) * 16 s, the low half number * s = (number - 8) * s + 8 s.
         scales = torch.stack([16 * scale, scale]).repeat_interleave(groups, 0)
-        zeros = torch.stack([torch.zeros_like(scale), _MIDDLE * scale]).repeat_interleave(groups, 0)
+        zeros = torch.stack([torch.zeros_like(scale), MIDDLE * scale]).repeat_interleave(groups, 0)
         return halves[:, ::2] << 4 | halves[:, 1::2], torch.stack([scales, zeros], dim=-1)
 
 
@@ -207,7 +209,8 @@ class Int4Rows(Composed):
     def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute `F.linear` of [tokens, columns], without bias."""
         inputs, weight = args
-        group, scales = group_of(weight.shape[1]), weight.scale_and_zero
+        scales = weight.scale_and_zero
+        group = weight.shape[1] // len(scales)
         kernel = _ATEN._weight_int4pack_mm_for_cpu
         return kernel(inputs.to(scales.dtype), weight.packed, group, scales).to(inputs.dtype)
 
@@ -299,10 +302,10 @@ class ExpertStack(Composed):
             name: torch.empty((len(like), *shape), dtype=dtype, device=device)
             for name, (shape, dtype) in layout.items()
         }
-        return cls._make(tensors, like.shape, like.dtype, weight_class, is_transposed)
+        return cls.make(tensors, like.shape, like.dtype, weight_class, is_transposed)
 
     @classmethod
-    def _make(
+    def make(
         cls,
         tensors: Mapping[str, Tensor],
         shape: torch.Size,
@@ -315,17 +318,24 @@ class ExpertStack(Composed):
         stack.weight_class, stack.is_transposed = weight_class, is_transposed
         return stack
 
-    def for_cpu(self) -> Self:
-        """Allocate a stack of this shape on its own device, in the layout of the CPU."""
-        kind = _ON_CPU.get(self.weight_class, self.weight_class)
-        return self.empty(self, self.device, kind, is_transposed=self.is_transposed)
+    def for_cpu(self, device: torch.device | None = None) -> Self:
+        """Allocate a stack of this shape in the layout of the CPU, by default on its own device."""
+        kind, device = _ON_CPU.get(self.weight_class), device or self.device
+        if kind is None:
+            return self.empty_on(device)
+        stack = self.empty(self, device, kind, is_transposed=self.is_transposed)
+        if kind is Int4Rows:  # groups of a published checkpoint may be smaller
+            scales, padded = self.scale_and_zero, self.packed.shape[2] * TILE_COLUMNS
+            groups = scales.shape[1] * self.sizes[1] // padded
+            shape = len(self), groups, *scales.shape[2:]
+            stack.tensors["scale_and_zero"] = stack.scale_and_zero.new_empty(shape)
+        return stack
 
     def empty_on(self, device: torch.device) -> Self:
         """Allocate a stack of this shape on a device, in the layout of the device."""
-        kind = self.weight_class
-        if device.type == "cpu":
-            kind = _ON_CPU.get(kind, kind)
-        return self.empty(self, device, kind, is_transposed=self.is_transposed)
+        if device.type == "cpu" and self.weight_class in _ON_CPU:
+            return self.for_cpu(device)
+        return self.map(lambda tensor: torch.empty_like(tensor, device=device))
 
     def expert(self, number: int) -> Composed:
         """Return the weight [rows, columns] of one expert; a view."""
@@ -342,7 +352,7 @@ class ExpertStack(Composed):
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Return a stack with a function applied to each of its tensors."""
         tensors = {name: change(tensor) for name, tensor in self.tensors.items()}
-        return self._make(tensors, self.shape, self.dtype, self.weight_class, self.is_transposed)
+        return self.make(tensors, self.shape, self.dtype, self.weight_class, self.is_transposed)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return list(self.tensors), (self.dtype, self.weight_class, self.is_transposed)
@@ -351,4 +361,4 @@ class ExpertStack(Composed):
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any
     ) -> Self:
-        return cls._make(inner, size, *context)
+        return cls.make(inner, size, *context)

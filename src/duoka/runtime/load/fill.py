@@ -20,11 +20,13 @@ from duoka.models.boxes import Box, TensorCopy, as_slices, whole_box
 from duoka.models.conversion import Recipe
 from duoka.models.quantization import (
     ExpertStack,
+    StoredRows,
     computes_in,
     fill_rows,
     is_composed,
     takes_rows,
 )
+from duoka.models.quantized_checkpoint import StoredWeights
 
 from ..devices import can_pin
 from .read_ahead import STRETCH_BYTES, Wait, read_ahead, stretches
@@ -50,11 +52,13 @@ class Filler:
         targets: Mapping[str, Tensor],
         sources: Mapping[str, Source],
         progress: Progress | None,
+        stored: StoredWeights | None = None,
     ) -> None:
         self.filled: dict[str, int] = {}
         self._targets = targets
         self._sources = sources
         self._progress = progress
+        self._stored = stored
         self._quantizer = Quantizer()
         self._done_bytes = self._total_bytes = 0
 
@@ -64,10 +68,15 @@ class Filler:
         for piece in recipe.pieces:
             pieces_of.setdefault(piece.source, []).append(piece)
         converted = [name for custom in recipe.customs for name in custom.sources]
-        self._total_bytes = sum(self._sources[n].num_bytes for n in (*pieces_of, *converted))
+        parts = {} if self._stored is None else self._stored.parts
+        quantized = {name: parts[name] for name in pieces_of if name in parts}
+        read = [*(pieces_of.keys() - quantized), *converted]
+        read += [name for names in quantized.values() for name in names.values()]
+        self._total_bytes = sum(self._sources[name].num_bytes for name in read)
         self._report(0)
-        mapped = [name for name in pieces_of if self._sources[name].offset is None]
-        self._fill_ahead([self._sources[name] for name in pieces_of.keys() - mapped], pieces_of)
+        plain = pieces_of.keys() - quantized
+        mapped = [name for name in plain if self._sources[name].offset is None]
+        self._fill_ahead([self._sources[name] for name in plain.difference(mapped)], pieces_of)
         with Reader() as reader:
             for source in self._in_file_order(mapped):
                 tensor = reader.read(source)
@@ -79,6 +88,23 @@ class Filler:
                 for name, value in custom.convert(tensors).items():
                     self._put(name, whole_box(self._targets[name].shape), value)
                 self._report(sum(source.num_bytes for source in sources))
+            for weight in quantized:
+                self._put_stored(reader, weight, pieces_of[weight])
+
+    def _put_stored(self, reader: Reader, weight: str, pieces: Sequence[TensorCopy]) -> None:
+        """Read the parts of a weight that is stored quantized, and copy its rows into targets."""
+        assert self._stored is not None
+        sources = {part: self._sources[name] for part, name in self._stored.parts[weight].items()}
+        tensors = {part: reader.read(source) for part, source in sources.items()}
+        stored = self._stored.decode(weight, tensors)
+        for piece in pieces:
+            rows = stored if len(piece.source_box) > 2 else stored[slice(*piece.source_box[0])]
+            if len(piece.target_box) > len(piece.source_box):
+                rows = rows[None]  # an expert's
+            target = self._targets[piece.target]
+            self._quantizer.put(piece.target, target, piece.target_box, rows)
+            self.filled[piece.target] = self.filled.get(piece.target, 0) + rows.numel()
+        self._report(sum(source.num_bytes for source in sources.values()))
 
     def _fill_ahead(
         self, sources: Sequence[Source], pieces_of: Mapping[str, Sequence[TensorCopy]]
@@ -178,24 +204,29 @@ class Quantizer:
         self._filled: dict[str, list[tuple[int, int]]] = {}
         self._missing: dict[str, int] = {}
 
-    def put(self, name: str, target: Tensor, box: Box, source: Tensor) -> None:
+    def put(self, name: str, target: Tensor, box: Box, source: Tensor | StoredRows) -> None:
         """Quantize a box of a weight, at once if possible, else once the weight is complete."""
         if isinstance(target, ExpertStack):
             (first, _), *inner = box
             if target.is_transposed:
-                inner, source = inner[::-1], source.mT
-            for number, rows in enumerate(source, first):
-                self._put_matrix(f"{name}[{number}]", target.expert(number), inner, rows)
+                # In stored rows, columns come last already.
+                inner, source = inner[::-1], getattr(source, "mT", source)
+            for index in range(len(source)):
+                number = first + index
+                self._put_matrix(f"{name}[{number}]", target.expert(number), inner, source[index])
         else:
             self._put_matrix(name, target, box, source)
 
-    def _put_matrix(self, name: str, target: Tensor, box: Sequence[Any], source: Tensor) -> None:
+    def _put_matrix(
+        self, name: str, target: Tensor, box: Sequence[Any], source: Tensor | StoredRows
+    ) -> None:
         """Quantize a box [rows, columns] of a matrix."""
         (start, stop), columns = box
         if columns == (0, target.shape[1]) and takes_rows(target, start, stop):
             fill_rows(target, start, source)
             self._filled.setdefault(name, []).append((start, stop))
         else:
+            assert isinstance(source, Tensor), "refused when the model is built"
             if name not in self._gathered:
                 self._gathered[name] = torch.empty(target.shape, dtype=computes_in(target))
             self._gathered[name][start:stop, slice(*columns)] = source
