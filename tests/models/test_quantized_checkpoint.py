@@ -9,12 +9,13 @@ from typing import Any
 import published
 import pytest
 import torch
+from bitsandbytes import functional
 from closeness import close
 from safetensors.torch import load_file, save_file
 from tiers import only
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 import duoka
 from duoka import Checkpoint, Placement, Workload, virtual
@@ -169,3 +170,32 @@ def test_a_part_of_a_model_on_its_device(tmp_path: Path) -> None:
         devices = {str(weight.device) for weight in model.model.layers[0].parameters()}
         assert devices == {"vgpu:0"}
         assert {str(weight.device) for weight in model.model.layers[1].parameters()} == {"meta"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+        {"load_in_8bit": True},
+    ],
+)
+def test_what_bitsandbytes_writes(settings: dict[str, Any], tmp_path: Path) -> None:
+    plain = published.write(tmp_path / "stored", "fp8", tmp_path / "plain").parent / "plain"
+    model = AutoModelForCausalLM.from_pretrained(
+        plain,
+        dtype=torch.float16,
+        quantization_config=BitsAndBytesConfig(**settings),
+        device_map={"": "cpu"},
+    )
+    model.save_pretrained(tmp_path / "written")
+    with torch.no_grad():
+        loaded = load_on(tmp_path / "written", "cpu")
+        for name in ("0.self_attn.q_proj", "2.mlp.down_proj"):
+            module = model.get_submodule(f"model.layers.{name}")
+            if "load_in_8bit" in settings:
+                right = module.weight.data * module.weight.SCB[:, None] / 127
+            else:
+                right = functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+            weight = loaded.get_parameter(f"model.layers.{name}.weight")
+            assert close(dequantized(weight, torch.float16), right.float(), 1e-3)

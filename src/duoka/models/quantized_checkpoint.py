@@ -32,7 +32,7 @@ from .quantization import (
 )
 from .quantization.scaled import Mxfp4Weight, ScaledWeight
 from .quantization.stacked import Int4Tiles
-from .quantization.weights import BLOCK, GROUPS, ROWS, Nf4Weight
+from .quantization.weights import BLOCK, GROUPS, ROWS, Nf4Weight, Scheme, require
 
 Parts = Mapping[str, Tensor]
 Settings = Mapping[str, Any]
@@ -42,10 +42,11 @@ _ATTRIBUTE = "_duoka_stored_weights"
 _HINT = "use the 16-bit checkpoint with --quantize int4 or int8, or run this one in vLLM or SGLang"
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the place in a word of each of eight rows
+_SCHEMES: dict[type[Any], Scheme] = {Int4Tiles: "int4", Nf4Weight: "nf4"}  # need packages
 _NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StoredWeights:
     """The quantized weights of a checkpoint: names of tensors by part, and shapes, by weight."""
 
@@ -55,7 +56,7 @@ class StoredWeights:
 
     def shapes_in(self, tensors: Mapping[str, Any]) -> dict[str, Shape]:
         """Return the shapes of a checkpoint's weights, from descriptions of its tensors."""
-        parts = group_parts(tensors)
+        parts = group_parts(tensors) if self.parts else {name: {"weight": name} for name in tensors}
         return {
             name: self.shapes[name] if name in self.shapes else tensors[names["weight"]].shape
             for name, names in parts.items()
@@ -66,29 +67,20 @@ class StoredWeights:
         return _decode(weight, tensors, self.settings, self.shapes[weight])
 
 
-def stored_weights(model: nn.Module) -> StoredWeights | None:
-    """Return the quantized weights of a model's checkpoint; None if it isn't quantized."""
-    return vars(model).get(_ATTRIBUTE)
+def stored_weights(model: nn.Module) -> StoredWeights:
+    """Return the quantized weights of a model's checkpoint; empty if it isn't quantized."""
+    stored: StoredWeights = vars(model).get(_ATTRIBUTE) or StoredWeights({}, {}, {})
+    return stored
 
 
 def hold_as_stored(model: nn.Module, settings: Settings, tensors: Mapping[str, TensorInfo]) -> None:
     """Replace the weights that a checkpoint has quantized by weights of the same numbers."""
-    parts = group_parts(tensors)
-    quantized = {name: names for name, names in parts.items() if names.keys() != {"weight"}}
-    # The shape of bitsandbytes' weights isn't in the headers.
-    published = published_tensors(model) if settings["quant_method"] == "bitsandbytes" else {}
-    sketches: dict[str, StoredRows] = {}
-    decoded: dict[Any, StoredRows] = {}  # weights of the same shapes and dtypes are alike
-    for name, names in quantized.items():
-        shape = published[name].shape if name in published else ()
-        infos = {part: tensors[key] for part, key in names.items()}
-        form = shape, *((part, info.dtype, info.shape) for part, info in infos.items())
-        if form not in decoded:
-            sketch = {part: _sketch(info) for part, info in infos.items()}
-            decoded[form] = _decode(name, sketch, settings, shape)
-        sketches[name] = decoded[form]
+    parts = {n: names for n, names in group_parts(tensors).items() if names.keys() != {"weight"}}
+    sketches = _sketch_weights(model, settings, parts, tensors)
+    for kind in {rows.kind for rows in sketches.values()} & _SCHEMES.keys():
+        require(_SCHEMES[kind])
     shapes = {name: rows.weight_shape for name, rows in sketches.items()}
-    stored = StoredWeights(settings=settings, parts=quantized, shapes=shapes)
+    stored = StoredWeights(settings, parts, shapes)
     recipe = plan_tensors(model, stored.shapes_in(tensors))
     pieces_of: dict[str, list[TensorCopy]] = {}
     for piece in recipe.pieces:
@@ -96,14 +88,35 @@ def hold_as_stored(model: nn.Module, settings: Settings, tensors: Mapping[str, T
     for target, pieces in pieces_of.items():
         if any(piece.source in sketches for piece in pieces):
             _hold(model, target, pieces, sketches)
-    for custom in recipe.customs:
-        if not sketches.keys().isdisjoint(custom.sources):
-            raise _refusal(custom.sources[0], "its rows are permuted")
+    permuted = {name for custom in recipe.customs for name in custom.sources} & parts.keys()
+    if permuted:
+        raise _refusal(min(permuted), "the model permutes its rows")
     for name, module in model.named_modules():
         stacks = [part for part in module.parameters(recurse=False) if part.ndim > 2]
         if len({isinstance(stack, ExpertStack) for stack in stacks}) > 1:
             raise _refusal(name, "only some of its stacks are quantized")
     vars(model)[_ATTRIBUTE] = stored
+
+
+def _sketch_weights(
+    model: nn.Module,
+    settings: Settings,
+    parts: Mapping[str, Mapping[str, str]],
+    tensors: Mapping[str, TensorInfo],
+) -> dict[str, StoredRows]:
+    """Decode the weights without data; those of equal shapes and dtypes are one object."""
+    # The shape of bitsandbytes' weights isn't in the headers.
+    published = published_tensors(model) if settings["quant_method"] == "bitsandbytes" else {}
+    sketches: dict[str, StoredRows] = {}
+    decoded: dict[Any, StoredRows] = {}
+    for weight, names in parts.items():
+        shape = published[weight].shape if weight in published else ()
+        sketch = {part: _sketch(tensors[name]) for part, name in names.items()}
+        form = shape, *((part, tensor.dtype, tensor.shape) for part, tensor in sketch.items())
+        if form not in decoded:
+            decoded[form] = _decode(weight, sketch, settings, shape)
+        sketches[weight] = decoded[form]
+    return sketches
 
 
 def _hold(

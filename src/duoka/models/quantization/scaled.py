@@ -31,19 +31,11 @@ class ScaledWeight(Composed):
         """Return the shape and dtype of each tensor of a weight in int8 with scales by row."""
         return {"numbers": ((rows, columns), torch.int8), "scale": ((rows, 1), torch.float32)}
 
-    def unscaled(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [rows, columns] before scaling."""
-        return self.numbers.to(dtype)
-
-    def scales(self) -> Tensor:
-        """Return the scales [rows, groups] in float32."""
-        return self.scale
-
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """Return the dequantized weight [rows, columns]."""
-        values, scales = self.unscaled(dtype), self.scales()
-        values.view(*scales.shape, -1).mul_(scales[..., None])
-        return values
+        weight = self.numbers.to(dtype)
+        weight.view(*self.scale.shape, -1).mul_(self.scale[..., None])
+        return weight
 
     @classmethod
     def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -64,12 +56,12 @@ class Mxfp4Weight(ScaledWeight):
 
     scratch_bytes = 2
 
-    def unscaled(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [rows, columns] before scaling, as 1/64 of its numbers."""
-        packed = self.numbers
-        low, high = (packed & 0x8) << 4 | (packed & 0x7) << 2, packed & 0x80 | (packed & 0x70) >> 2
-        return torch.stack([low, high], -1).flatten(-2).view(torch.float8_e4m3fn).to(dtype)
-
-    def scales(self) -> Tensor:
-        """Return 64 times the scales [rows, groups] in float32."""
-        return self.scale.view(torch.float8_e8m0fnu).float().mul_(64)
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """Return the dequantized weight [rows, columns]."""
+        packed, exponents = self.numbers, self.scale.view(torch.float8_e8m0fnu)
+        numbers = torch.stack(
+            [(packed & 0x8) << 4 | (packed & 0x7) << 2, packed & 0x80 | (packed & 0x70) >> 2], -1
+        )
+        numbers = numbers.flatten(-2).view(torch.float8_e4m3fn)
+        tensors = {"numbers": numbers, "scale": exponents.float().mul_(64)}
+        return ScaledWeight(tensors, self.shape, self.dtype).unpacked(dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .stacked import MIDDLE, TILE_COLUMNS, ExpertStack, Int4Tiles
-from .weights import COLUMNS, OPAQUE, TILED, TILES, Scheme, require
+from .weights import COLUMNS, OPAQUE, TILED, TILES
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +70,13 @@ class StoredRows:
             return packed, scale_and_zero
         missing = -self.columns % (COLUMNS if layout == TILED else TILE_COLUMNS)
         groups = missing * len(scale_and_zero) // self.columns
-        numbers = F.pad(numbers, (0, missing))
-        packed = torch.ops.aten._convert_weight_to_int4pack(
-            numbers[:, ::2] << 4 | numbers[:, 1::2], TILES
-        )
+        high, low = F.pad(numbers, (0, missing)).unflatten(1, (-1, 2)).unbind(-1)
+        packed = torch.ops.aten._convert_weight_to_int4pack(high << 4 | low, TILES)
         return packed, F.pad(scale_and_zero, (0, 0, 0, 0, 0, groups)).to(torch.bfloat16)
 
 
 def empty_stored(rows: StoredRows, like: Tensor, *, is_transposed: bool) -> Tensor:
     """Allocate on the meta device a weight like a parameter, in the form of stored rows."""
-    packages: dict[str, Scheme] = {"Int4Tiles": "int4", "Nf4Weight": "nf4"}
-    if rows.kind.__name__ in packages:
-        require(packages[rows.kind.__name__])
     experts = like.shape[:-2]
     count = like.shape[-1 if is_transposed else -2]
     sized = rows.map(lambda tensor: tensor.new_empty((count, tensor.shape[-1])))

@@ -52,7 +52,7 @@ class Filler:
         targets: Mapping[str, Tensor],
         sources: Mapping[str, Source],
         progress: Progress | None,
-        stored: StoredWeights | None = None,
+        stored: StoredWeights,
     ) -> None:
         self.filled: dict[str, int] = {}
         self._targets = targets
@@ -68,13 +68,11 @@ class Filler:
         for piece in recipe.pieces:
             pieces_of.setdefault(piece.source, []).append(piece)
         converted = [name for custom in recipe.customs for name in custom.sources]
-        parts = {} if self._stored is None else self._stored.parts
-        quantized = {name: parts[name] for name in pieces_of if name in parts}
-        read = [*(pieces_of.keys() - quantized), *converted]
-        read += [name for names in quantized.values() for name in names.values()]
-        self._total_bytes = sum(self._sources[name].num_bytes for name in read)
+        parts = self._stored.parts
+        read = [name for n in pieces_of for name in parts.get(n, {n: n}).values()]
+        self._total_bytes = sum(self._sources[name].num_bytes for name in (*read, *converted))
         self._report(0)
-        plain = pieces_of.keys() - quantized
+        plain = pieces_of.keys() - parts.keys()
         mapped = [name for name in plain if self._sources[name].offset is None]
         self._fill_ahead([self._sources[name] for name in plain.difference(mapped)], pieces_of)
         with Reader() as reader:
@@ -88,12 +86,11 @@ class Filler:
                 for name, value in custom.convert(tensors).items():
                     self._put(name, whole_box(self._targets[name].shape), value)
                 self._report(sum(source.num_bytes for source in sources))
-            for weight in quantized:
+            for weight in filter(parts.__contains__, pieces_of):
                 self._put_stored(reader, weight, pieces_of[weight])
 
     def _put_stored(self, reader: Reader, weight: str, pieces: Sequence[TensorCopy]) -> None:
         """Read the parts of a weight that is stored quantized, and copy its rows into targets."""
-        assert self._stored is not None
         sources = {part: self._sources[name] for part, name in self._stored.parts[weight].items()}
         tensors = {part: reader.read(source) for part, source in sources.items()}
         stored = self._stored.decode(weight, tensors)
@@ -212,8 +209,8 @@ class Quantizer:
                 # In stored rows, columns come last already.
                 inner, source = inner[::-1], getattr(source, "mT", source)
             for index in range(len(source)):
-                number = first + index
-                self._put_matrix(f"{name}[{number}]", target.expert(number), inner, source[index])
+                place = f"{name}[{first + index}]"
+                self._put_matrix(place, target.expert(first + index), inner, source[index])
         else:
             self._put_matrix(name, target, box, source)
 

@@ -84,13 +84,12 @@ def _match(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, Source],
     """Match a checkpoint's tensors with the model's; raise LoadError with all differences."""
     sources = list_sources(checkpoint)
     stored = stored_weights(model)
-    shapes = {name: source.shape for name, source in sources.items()}
-    recipe = plan_tensors(model, shapes if stored is None else stored.shapes_in(sources))
+    recipe = plan_tensors(model, stored.shapes_in(sources))
     tensors = dict(tensor_names(model))
     uncast = [
         f"{piece.target} ({tensors[piece.target].dtype} from {sources[piece.source].dtype})"
         for piece in recipe.pieces
-        if (stored is None or piece.source not in stored.shapes)
+        if piece.source not in stored.parts
         and not _can_cast(sources[piece.source].dtype, tensors[piece.target].dtype)
     ]
     mismatched = [
@@ -98,7 +97,7 @@ def _match(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, Source],
         for name, stored, built in recipe.mismatched
     ]
     # GPTQ's packers write a bias of zeros for layers without a bias.
-    unexpected = [n for n in recipe.unexpected if stored is None or not n.endswith(".bias")]
+    unexpected = [n for n in recipe.unexpected if not (stored.parts and n.endswith(".bias"))]
     faults = list_faults(
         (recipe.missing, "tensors of the model are missing from it"),
         (unexpected, "tensors in it don't belong to the model"),
