@@ -141,17 +141,22 @@ def test_the_plan_of_a_published_one_is_that_of_its_scheme(tmp_path: Path, name:
 
 
 @pytest.mark.slow
-def test_experts_of_a_published_one_stay_on_the_host(tmp_path: Path) -> None:
-    stored = published.write(tmp_path, "awq experts")
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("awq experts", "Int4Rows"), ("fp8 experts", "ScaledWeight"), ("mxfp4", "Mxfp4Weight")],
+)
+def test_experts_of_a_published_one_stay_on_the_host(tmp_path: Path, name: str, kind: str) -> None:
     fleet = duoka.Fleet.parse("virtual:64MiB").with_host("1GiB,30GB/s")
+    stored = write_published(tmp_path, name)
     plan = duoka.plan(stored, fleet, WORK, constraints=Constraints(experts="host"))
     model = duoka.load(plan)
     stacks = [weight for weight in model.parameters() if isinstance(weight, ExpertStack)]
     assert {(weight.device.type, weight.weight_class.__name__) for weight in stacks} == {
-        ("cpu", "Int4Rows")
+        ("cpu", kind)
     }
-    assert sum(map(num_bytes, stacks)) == plan.forecast.expert_bytes
     assert generate(model).shape == (1, 23)
+    # The biases of gpt_oss stay with them.
+    assert 0 <= plan.forecast.expert_bytes - sum(map(num_bytes, stacks)) < 2**15
 
 
 def test_a_published_model_needs_its_headers(tmp_path: Path) -> None:

@@ -295,7 +295,7 @@ def _nf4(parts: Parts, _: Settings, shape: Shape) -> StoredRows:
     """Decode bitsandbytes' NF4, whose scales may be quantized in blocks themselves."""
     if _NF4_STATE.replace("nf4", "fp4") in parts:
         raise ValueError("its numbers are in bitsandbytes' FP4")
-    (rows, columns), absmax, state = shape, parts["weight.absmax"], parts[_NF4_STATE]
+    (rows, columns), absmax, state = shape or (0, 0), parts["weight.absmax"], parts[_NF4_STATE]
     if columns % BLOCK or absmax.numel() * BLOCK != rows * columns:
         raise ValueError(f"its NF4 blocks aren't of {BLOCK} in a row")
     if absmax.dtype == torch.uint8:
