@@ -125,7 +125,9 @@ def _multiply_slots(
     """Multiply one token by the weights of its experts: [1 or top_k, columns] to [top_k, rows]."""
     top_k = len(experts)
     if not hasattr(kind, "multiply_packed"):
-        selected = [tensor.index_select(0, experts) for tensor in tensors]
+        # As bytes, because CUDA selects no tensors in FP8.
+        chosen = [tensor.view(torch.uint8).index_select(0, experts) for tensor in tensors]
+        selected = [part.view(tensor.dtype) for part, tensor in zip(chosen, tensors, strict=True)]
         size = torch.Size((rows, inputs.shape[1]))
         outputs = inputs.new_empty(top_k, rows)
         for number in range(top_k):
