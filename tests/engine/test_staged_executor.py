@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import plain_generate
+import published
 import pytest
 import tuning
 from faulty_worker import HANG, HARMFUL, LOSE, MEMORY, RAISE
@@ -128,6 +129,20 @@ def test_processes_with_experts_in_int4_answer_as_one_does(tmp_path: Path) -> No
         Engine(plan, processes=True, warm_up="first") as staged,
     ):
         for text in prompts(4):
+            (expected,), (answer,) = inline.generate([text]), staged.generate([text])
+            assert ids(answer) == ids(expected)
+
+
+@pytest.mark.slow
+def test_processes_read_their_parts_of_a_published_checkpoint(tmp_path: Path) -> None:
+    path = published.write(tmp_path, "gptq experts")
+    tuning.make_tokenizer().save_pretrained(path)
+    plan = duoka.plan(path, "virtual:2x256MiB", replace(WORK, dtype="auto"), use_all=True)
+    with (
+        Engine(plan, processes=False, warm_up="first") as inline,
+        Engine(plan, processes=True, warm_up="first") as staged,
+    ):
+        for text in prompts(2):
             (expected,), (answer,) = inline.generate([text]), staged.generate([text])
             assert ids(answer) == ids(expected)
 

@@ -13,18 +13,18 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 from tiers import only
+from transformers import PreTrainedModel
 
 import duoka
 from duoka import Checkpoint, Placement, Plan, Workload, models, virtual
-from duoka.errors import ModelError, UsageError
+from duoka.errors import LoadError, ModelError, UsageError
 from duoka.forecast import profile_cache
 from duoka.forecast.workload import Quantization
 from duoka.models.conversion import published_tensors
 from duoka.models.from_checkpoint import build_model
-from duoka.models.quantization import num_bytes
+from duoka.models.quantization import ExpertStack, num_bytes, parts
 from duoka.planner.constraints import Constraints
 from duoka.planner.request import PlanProblem
-from duoka.planner.resolve import workload_for
 from duoka.planner.solve import find_plan
 from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.dispatch import dispatch
@@ -93,24 +93,70 @@ def test_a_model_that_is_there_already_is_not_quantized() -> None:
         duoka.plan(model, "virtual:1GiB", Workload(quantize="int8"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["fp8 experts", "nf4"])
+def generate(model: PreTrainedModel) -> torch.Tensor:
+    tokens = torch.arange(1, 21, device="vgpu:0")[None]
+    return model.generate(tokens, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+
+
+def write_published(path: Path, name: str) -> Path:
+    if name == "mxfp4":
+        return published.write_mxfp4(path)
+    return published.write(path, name)
+
+
+@pytest.mark.parametrize(
+    "name", only(["fp8 experts"], ["fp8 experts", "gptq", "gptq experts 64", "nf4", "mxfp4"])
+)
 def test_the_forecast_of_a_published_one_is_measured(tmp_path: Path, name: str) -> None:
-    checkpoint = Checkpoint.open(published.write(tmp_path, name))
+    checkpoint = Checkpoint.open(write_published(tmp_path, name))
     plan = duoka.plan(checkpoint, "virtual:2x64MiB", WORK, use_all=True)
     forecast = [(each.allocated_bytes, each.reserved_bytes) for each in plan.forecast.devices]
     assert forecast == list(measured(plan, checkpoint))
 
 
-@pytest.mark.parametrize("name", [*published.FORMATS, "mxfp4"])
-def test_a_published_model_takes_what_is_stored(tmp_path: Path, name: str) -> None:
-    write = published.write_mxfp4 if name == "mxfp4" else lambda path: published.write(path, name)
-    checkpoint = Checkpoint.open(write(tmp_path))
-    work = workload_for(checkpoint, WORK)
-    model = build_model(checkpoint, work)
-    assert sum(num_bytes(each) for each in model.parameters()) == checkpoint.weight_bytes
+@pytest.mark.parametrize("name", only(["gptq experts"], [*published.FORMATS, "mxfp4"]))
+def test_the_plan_of_a_published_one_counts_what_is_loaded(tmp_path: Path, name: str) -> None:
+    plan = duoka.plan(write_published(tmp_path, name), "virtual:2x64MiB", WORK, use_all=True)
+    model = duoka.load(plan)
+    tensors = (*model.parameters(), *model.buffers())
+    for forecast in plan.forecast.devices:
+        held = [
+            part
+            for tensor in tensors
+            if str(tensor.device) == forecast.device
+            for part in parts(tensor).values()
+        ]
+        assert sum(-(-part.nbytes // 512) * 512 for part in held) == forecast.weight_bytes > 0
+    assert generate(model).shape == (1, 23)
+
+
+@pytest.mark.parametrize("name", only(["awq"], ["awq", "awq experts"]))
+def test_the_plan_of_a_published_one_is_that_of_its_scheme(tmp_path: Path, name: str) -> None:
+    stored = published.write(tmp_path / "stored", name, tmp_path / "plain")
+    plan = duoka.plan(stored, "virtual:64MiB", WORK)
+    work = replace(WORK, quantize="int4", dtype=plan.workload.dtype)
+    assert plan.forecast == duoka.plan(tmp_path / "plain", "virtual:64MiB", work).forecast
     with pytest.raises(UsageError, match="already quantized"):
-        workload_for(checkpoint, replace(WORK, quantize="int8"))
+        duoka.plan(stored, "virtual:64MiB", replace(WORK, quantize="int8"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("awq experts", "Int4Rows"), ("fp8 experts", "ScaledWeight"), ("mxfp4", "Mxfp4Weight")],
+)
+def test_experts_of_a_published_one_stay_on_the_host(tmp_path: Path, name: str, kind: str) -> None:
+    fleet = duoka.Fleet.parse("virtual:64MiB").with_host("1GiB,30GB/s")
+    stored = write_published(tmp_path, name)
+    plan = duoka.plan(stored, fleet, WORK, constraints=Constraints(experts="host"))
+    model = duoka.load(plan)
+    stacks = [weight for weight in model.parameters() if isinstance(weight, ExpertStack)]
+    assert {(weight.device.type, weight.weight_class.__name__) for weight in stacks} == {
+        ("cpu", kind)
+    }
+    assert generate(model).shape == (1, 23)
+    # The biases of gpt_oss stay with them.
+    assert 0 <= plan.forecast.expert_bytes - sum(map(num_bytes, stacks)) < 2**15
 
 
 def test_a_published_model_needs_its_headers(tmp_path: Path) -> None:
@@ -125,33 +171,39 @@ def test_a_published_model_needs_its_headers(tmp_path: Path) -> None:
         ("gptq", "scales"),
         ("awq", "qzeros"),
         ("pack", "weight_scale"),
-        ("float", "weight_scale"),
-        ("nf4", "weight.quant_map"),
         ("nf4", "weight.nested_absmax"),
-        ("int8", "SCB"),
-        ("fp8", "weight_scale_inv"),
         ("fp8 experts", "weight"),
-        ("torchao", "_weight_qdata"),
+        ("mxfp4", "_scales"),
     ],
 )
 def test_a_missing_part_of_a_weight_is_named(tmp_path: Path, name: str, part: str) -> None:
-    path = published.write(tmp_path, name)
+    path = write_published(tmp_path, name)
     tensors = load_file(path / "model.safetensors")
-    lacking = next(key for key in tensors if key.endswith(f"q_proj.{part}"))
-    # Of FP8 nothing is left that says that the numbers are scaled.
-    alone = (name, part) in (("fp8", "weight_scale_inv"), ("float", "weight_scale"))
-    named = lacking.removesuffix(part) + "weight" if alone else lacking
+    lacking = next(key for key in tensors if key.endswith(f"_proj{'.' * (name != 'mxfp4')}{part}"))
     del tensors[lacking]
     save_file(tensors, path / "model.safetensors")
-    checkpoint = Checkpoint.open(path)
-    with pytest.raises(ModelError, match=r": 1 (parts of )?quantized [^0-9]*:") as caught:
-        build_model(checkpoint, workload_for(checkpoint, WORK))
-    assert named in str(caught.value)
+    with pytest.raises(ModelError, match="which is a part of a quantized weight") as caught:
+        duoka.plan(path, "virtual:64MiB", WORK)
+    assert f" {lacking}," in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("fp8", "weight_scale_inv"), ("float", "weight_scale"), ("int8", "SCB")]
+)
+def test_numbers_without_scales_are_refused(tmp_path: Path, name: str, part: str) -> None:
+    path = published.write(tmp_path, name)
+    tensors = load_file(path / "model.safetensors")
+    del tensors[f"model.layers.0.self_attn.q_proj.{part}"]
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(
+        LoadError, match=r"1 tensors can't be converted .*layers\.0.*q_proj\.weight"
+    ):
+        duoka.plan(path, "virtual:64MiB", WORK)
 
 
 def test_a_published_one_has_its_type_and_stays_on_gpus(tmp_path: Path) -> None:
     path = published.write(tmp_path, "awq")
-    with pytest.raises(UsageError, match=r"\(AWQ\) for float16; it can't compute"):
+    with pytest.raises(UsageError, match=r"\(awq\) for float16; it can't compute"):
         duoka.plan(path, "virtual:64MiB", replace(WORK, dtype="float32"))
     with pytest.raises(UsageError, match="such weights can't be offloaded"):
         duoka.plan(path, "virtual:64MiB", WORK, constraints=Constraints(offload=True))
@@ -163,5 +215,5 @@ def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:
     (path / "config.json").write_text(
         text.replace('"num_hidden_layers": 3', '"num_hidden_layers": 2')
     )
-    with pytest.raises(ModelError, match="don't belong to"):
+    with pytest.raises(LoadError, match="don't belong to"):
         duoka.plan(path, "virtual:1GiB", WORK)

@@ -13,7 +13,6 @@ from trainers import make_batches, make_layout, make_part
 from transformers import AutoModelForCausalLM
 
 from duoka import TuneSettings
-from duoka.errors import ModelError
 from duoka.tuner import part as module
 from duoka.tuner.part import ModelPart
 
@@ -98,12 +97,3 @@ def test_a_form_of_batches_is_looked_at_once(make: Make, monkeypatch: pytest.Mon
     assert part.route(batch(2)) is not route
     assert len(calls) == 2
     assert route.devices == ("vgpu:0", "vgpu:1")
-
-
-def test_several_gpus_take_no_checkpoint_that_was_published_quantized(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "method_of", lambda config: "gptq")
-    with pytest.raises(ModelError, match="is read whole by each process") as refused:
-        make(stages=2)
-    assert "plan for one GPU" in (refused.value.hint or "")

@@ -18,7 +18,6 @@ from duoka.base.text import choose
 from duoka.checker.prove import prove
 from duoka.checkpoint.adapters import chatglm_targets
 from duoka.checkpoint.checkpoint import Checkpoint
-from duoka.checkpoint.quantized import method_of
 from duoka.errors import CheckpointError, ModelError, UsageError
 from duoka.forecast.workload import Workload
 from duoka.hardware.host import refuse_more
@@ -169,7 +168,6 @@ def prove_here(plan: Plan, opened: OpenedModel, download_progress: Progress | No
         raise CheckpointError(f"{plan.source} has no weight files", hint=hint)
     _require_private_directory(plan, checkpoint)
     plan.refuse_other(checkpoint.fingerprint, plan.source)
-    loader.refuse_unloadable(checkpoint.config, plan.placement)
     gc.collect()  # reference cycles keep the memory of a closed engine
     devices.give_back()
     plan = plan.on_this_machine()
@@ -185,13 +183,8 @@ def _load_weights(plan: Plan, opened: OpenedModel, progress: Progress | None) ->
     """Return the model with its weights on the planned devices."""
     model, checkpoint = opened.model, opened.checkpoint
     del opened.model  # so that only the caller keeps the model alive
-    dtype = getattr(torch, plan.workload.dtype)
     if plan.workload.training is not None:  # trained parameters are loaded in 32 bit
         prepare_for_training(model, plan.workload, has_adapters=False)
-    if method_of(checkpoint.config) is not None:
-        return loader.load_published(
-            checkpoint, model, plan.placement, dtype=dtype, progress=progress
-        )
     offloaded = plan.offloaded
     loader.load_weights(model, checkpoint, plan.placement, progress=progress, offloaded=offloaded)
     return model

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 from duoka.api.load import OpenedModel, Progress, load_proved, prove_here, read_adapter_for
-from duoka.checkpoint.quantized import method_of
 from duoka.errors import DuokaError, UsageError
 from duoka.forecast.serving import Capacity, WarmUp
 from duoka.forecast.workload import PAGE_TOKENS
@@ -108,7 +107,6 @@ def _find_routes(plan: Plan, opened: OpenedModel) -> Routes:
         "images": plan.workload.images,
         "an int8 cache without pages": plan.workload.cache == "int8",
         "offloaded weights": plan.offloaded,
-        "a quantized checkpoint": method_of(opened.checkpoint.config),
         "state other than keys and values, or its own attention": not reads_pages(model),
     }
     reason = next((name for name, holds in reasons.items() if holds), None)

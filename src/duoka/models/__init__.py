@@ -18,7 +18,7 @@ import; `build` and `chatglm.register` do that on first use.
 """
 
 from .build import build, resolve
-from .quantized_checkpoint import hold_as_stored
+from .quantized_checkpoint import hold_as_stored, stored_weights
 from .remote_code import RemoteCode
 from .trainable import base_name, initialize_adapters, make_trainable
 
@@ -30,4 +30,5 @@ __all__ = [
     "initialize_adapters",
     "make_trainable",
     "resolve",
+    "stored_weights",
 ]

@@ -9,7 +9,7 @@ from duoka import models
 from duoka.base.units import format_bytes
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.config import is_for_transformers4
-from duoka.checkpoint.quantized import method_of, sort_tensors, without_quantization
+from duoka.checkpoint.quantized import method_of, settings_of, without_quantization
 from duoka.checkpoint.tokenizer_files import own_class
 from duoka.errors import ModelError
 from duoka.forecast.workload import Workload
@@ -39,12 +39,11 @@ def build_model(checkpoint: Checkpoint, workload: Workload) -> PreTrainedModel:
             quantization.quantize_model(model, workload.quantize, trains=trains)
     elif tensors is None or any(tensor.nbytes is None for tensor in tensors.values()):
         raise ModelError(
-            f"the checkpoint is quantized ({method.name}), and the sizes of its tensors are "
-            "unknown",
+            f"the checkpoint is quantized ({method}), and the sizes of its tensors are unknown",
             hint="give a directory or a Hub repository that contains the safetensors files",
         )
     else:
-        models.hold_as_stored(model, sort_tensors(method, tensors), tensors)
+        models.hold_as_stored(model, settings_of(checkpoint.config) or {}, tensors)
     if workload.host_experts:
         quantization.keep_on_host(model, workload.host_experts)
     return model
@@ -76,15 +75,8 @@ def notes_of(model: PreTrainedModel, checkpoint: Checkpoint, workload: Workload)
     if method is None:
         assert workload.quantize != "auto", "resolve it first"
         return () if workload.quantize == "none" else quantization.notes(model, workload.quantize)
-    assert checkpoint.tensors is not None
-    stored = sort_tensors(method, checkpoint.tensors)
-    sizes = [tensor.nbytes or 0 for parts in stored.weights.values() for tensor in parts]
-    engine = "Kernels for packed weights need less."
-    if not method.keeps:
-        engine = "transformers unpacks them to 16 bit on first use; run this plan with vLLM or "
-        engine += "SGLang, which keep them quantized."
+    weights = [weight for weight in model.parameters() if quantization.is_composed(weight)]
     return (
-        f"The checkpoint is quantized ({method.name}): {len(stored.weights)} weights count with "
-        f"their stored size, {format_bytes(sum(sizes))} including scales, plus one unpacked "
-        f"weight at a time. {engine}",
+        f"The checkpoint is quantized ({method}): {len(weights)} weights are loaded with their "
+        f"numbers, in {format_bytes(sum(map(quantization.num_bytes, weights)))} including scales.",
     )

@@ -144,8 +144,7 @@ def answer_checkpoint(
     method = method_of(checkpoint.config)
     if method is not None and problem.constraints.offload:
         raise UsageError(
-            f"{checkpoint.name} is already quantized ({method.name}); such weights can't be "
-            "offloaded",
+            f"{checkpoint.name} is already quantized ({method}); such weights can't be offloaded",
             hint="omit --offload, or use the 16-bit checkpoint",
         )
     # Schemes and suggestions may need the profile for a workload several times.
@@ -261,7 +260,7 @@ def _refuse_requantizing(checkpoint: Checkpoint, workload: Workload) -> Workload
         hint = "omit the dtype, or use the 16-bit checkpoint"
     else:
         return replace(workload, quantize="none")
-    raise UsageError(f"{checkpoint.name} is already quantized ({method.name}){problem}", hint=hint)
+    raise UsageError(f"{checkpoint.name} is already quantized ({method}){problem}", hint=hint)
 
 
 def whole_prompt(workload: Workload, *, is_encoder: bool, is_own_code: bool = False) -> Workload:

@@ -13,7 +13,6 @@ from torch import nn
 
 from duoka import virtual
 from duoka.checkpoint.checkpoint import Checkpoint
-from duoka.checkpoint.quantized import method_of
 from duoka.forecast import profile_cache
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Workload
@@ -41,7 +40,7 @@ def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
     profile = profile_cache.find_profile(checkpoint.fingerprint, workload)
     if profile is None:
         model = build_model(checkpoint, workload)
-        if checkpoint.format == "safetensors" and method_of(checkpoint.config) is None:
+        if checkpoint.format == "safetensors":
             # A checkpoint whose tensors don't match the model could never be loaded.
             loader.refuse_differences(model, checkpoint)
         notes = notes_of(model, checkpoint, workload)

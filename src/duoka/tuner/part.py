@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from duoka.checkpoint.checkpoint import Checkpoint
-from duoka.checkpoint.quantized import method_of
-from duoka.errors import ModelError
 from duoka.forecast.workload import Training
 from duoka.hardware.fleet import Fleet
 from duoka.models import initialize_adapters
@@ -62,7 +60,6 @@ class ModelPart:
         devices.materialise(Fleet(devices=(plan.fleet.device(device),)))
         self.device = torch.device(device)
         devices.make_current(device)
-        self._dtype = getattr(torch, plan.workload.dtype)
         self.model: Any = self._load(checkpoint, seed, adapter)
         # `route` runs this copy without data.
         self._blueprint = without_data(self.model)
@@ -78,19 +75,11 @@ class ModelPart:
     def _load(self, checkpoint: Checkpoint, seed: int, adapter: LoraAdapter | None) -> nn.Module:
         """Build the model, prepare training, and load the weights of this process's device."""
         model = build_model(checkpoint, self.plan.workload)
-        if method_of(checkpoint.config) is not None:
-            if len(self.plan.devices) > 1:
-                raise ModelError(
-                    "a checkpoint that was published quantized is read whole by each process",
-                    hint="plan for one GPU, or take the original with --quantize",
-                )
-            model = loader.load_published(checkpoint, model, self.plan.placement, dtype=self._dtype)
         # Full training changes dtypes, so it is prepared before loading. Adapters aren't in the
         # checkpoint, so they are added after loading.
         if self.training.method == "full":
             prepare_for_training(model, self.plan.workload)
-        if method_of(checkpoint.config) is None:
-            loader.load_weights(model, checkpoint, self.plan.placement, only=self.device)
+        loader.load_weights(model, checkpoint, self.plan.placement, only=self.device)
         if self.training.method == "lora":
             prepare_for_training(model, self.plan.workload)
             initialize_adapters(model, seed)

@@ -80,7 +80,7 @@ def test_rows_by_themselves_are_those_of_the_whole(
     made = empty_weight(quantize(weight.to("meta"), scheme), torch.device(device))
     for start, stop in ((128, ROWS), (0, 64), (64, 128)):
         assert takes_rows(made, start, stop)
-        fill_rows(made, start, weight[start:stop])
+        fill_rows(made, start, weight[start:stop], made.device)
     for name, part in parts(whole).items():
         assert torch.equal(parts(made)[name].cpu(), part.cpu()), name
 
@@ -154,7 +154,7 @@ def test_fewer_rows_at_once_where_memory_is_short(scheme: Scheme) -> None:
     sketch = quantize(weight.to("meta"), scheme)
     with virtual.gpus([8 * 2**20], data="cpu"):
         made = empty_weight(sketch, torch.device("vgpu:0"))
-        fill_rows(made, 0, weight)
+        fill_rows(made, 0, weight, made.device)
         for name, part in parts(whole).items():
             assert torch.equal(parts(made)[name].cpu(), part.cpu()), name
         with pytest.raises(torch.OutOfMemoryError):

@@ -2,12 +2,6 @@
 
 Subclasses of `Composed` define products. torchao has composed tensors of its own; `parts` reads all
 of them by ``__tensor_flatten__``.
-
-A `StoredWeight` has the shape and dtype of the original weight, and the tensors listed in the
-headers of a quantized checkpoint; their values are unknown. A model with such weights can be traced
-and proved, but not run. A product allocates the memory that fallback kernels of these formats need:
-the weight, unpacked into its dtype, for the duration of the product. For a stack of experts that is
-a single expert.
 """
 
 from __future__ import annotations
@@ -133,39 +127,3 @@ def empty_on(tensor: Tensor, device: torch.device) -> Tensor:
     unflatten = cast(Any, type(tensor)).__tensor_unflatten__
     result: Tensor = unflatten(inner, context, tensor.size(), tensor.stride())
     return result
-
-
-class StoredWeight(Composed):
-    """A weight made of a quantized checkpoint's stored tensors, without values."""
-
-    products = frozenset({F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm})
-    products |= {Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__}
-    # `torch._grouped_mm` is an older name of `F.grouped_mm`.
-    products |= {F.grouped_mm, getattr(torch, "_grouped_mm", F.grouped_mm)}
-
-    @classmethod
-    def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute a product, with weights unpacked for its duration."""
-        args = tuple(_unpack(arg) for arg in args)
-        return func(*args, **{name: _unpack(arg) for name, arg in kwargs.items()})
-
-    @classmethod
-    def viewed(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """View or index the weight; the view holds all stored tensors. Other operators fail."""
-        weight = args[0]
-        is_view = any(value.alias_info is not None for value in func._schema.returns)
-        if not is_view or not isinstance(weight, StoredWeight):
-            return super().viewed(func, args, kwargs)
-        sketch = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-        shown = func(sketch, *args[1:], **kwargs)
-        return StoredWeight(weight.tensors, shown.shape, weight.dtype)
-
-
-def _unpack(value: Any) -> Any:
-    """Allocate the unpacked weight in its dtype; for a stack, a single expert, expanded."""
-    if not isinstance(value, StoredWeight):
-        return value
-    *stack, rows, columns = value.shape
-    # Created from a stored tensor, so that tracing finds the module that owns the weight.
-    expert = next(iter(value.tensors.values())).new_empty((rows, columns), dtype=value.dtype)
-    return expert.expand(*stack, rows, columns) if stack else expert

@@ -26,12 +26,14 @@ from .host_experts import (
     compute_on_host,
 )
 from .routing import by_expert, reserve, routing_bytes
+from .scaled import Mxfp4Weight, ScaledWeight
 from .stacked import ExpertStack, Int4Rows, Int4Tiles, Int8Rows, Int8Tiles, Unquantized
 from .weights import Nf4Weight
 
 _CLASSES: dict[str, Any] = {
     cls.__name__: cls for cls in (Int4Tiles, Int8Tiles, Int4Rows, Int8Rows, Nf4Weight, Unquantized)
 }
+_CLASSES |= {cls.__name__: cls for cls in (ScaledWeight, Mxfp4Weight)}
 _TILE_ROWS = 64
 """The most tokens in a product on a GPU; bounds the memory of a product."""
 
@@ -123,8 +125,10 @@ def _multiply_slots(
 ) -> Tensor:
     """Multiply one token by the weights of its experts: [1 or top_k, columns] to [top_k, rows]."""
     top_k = len(experts)
-    if kind is Nf4Weight:
-        selected = [tensor.index_select(0, experts) for tensor in tensors]
+    if not hasattr(kind, "multiply_packed"):
+        # As bytes, because CUDA selects no tensors in FP8.
+        chosen = [tensor.view(torch.uint8).index_select(0, experts) for tensor in tensors]
+        selected = [part.view(tensor.dtype) for part, tensor in zip(chosen, tensors, strict=True)]
         size = torch.Size((rows, inputs.shape[1]))
         outputs = inputs.new_empty(top_k, rows)
         for number in range(top_k):
@@ -195,8 +199,10 @@ def _slot_bytes(
     top_k = experts.shape[1]
     num_inputs = 1 if len(inputs) == len(experts) else top_k
     selected = [top_k * tensor[0].nbytes for tensor in tensors]
-    if kind is Nf4Weight:
-        return [*selected, top_k * rows * inputs.element_size(), rows * inputs.element_size()]
+    if not hasattr(kind, "multiply_packed"):
+        size = inputs.element_size()
+        unpacked = [] if kind is Nf4Weight else [_unpacked_bytes(kind, rows, inputs)]
+        return [*selected, *unpacked, top_k * rows * size, rows * size]
     return [*selected, *kind.input_bytes(num_inputs, inputs), 2 * num_inputs * top_k * rows]
 
 
@@ -207,7 +213,12 @@ def _tile_bytes(inputs: Tensor, tensors: Sequence[Tensor], kind: Any, rows: int)
     if hasattr(kind, "input_bytes"):
         cast = [] if inputs.dtype == torch.bfloat16 else [2 * _TILE_ROWS * rows]
         return [*states, *cast, *kind.input_bytes(_TILE_ROWS, inputs)]
-    return [*states, rows * columns * size]
+    return [*states, _unpacked_bytes(kind, rows, inputs)]
+
+
+def _unpacked_bytes(kind: Any, rows: int, inputs: Tensor) -> int:
+    """Return the size of the tensors made to dequantize an expert for [tokens, columns]."""
+    return rows * inputs.shape[1] * (inputs.element_size() + getattr(kind, "scratch_bytes", 0))
 
 
 def _backward_bytes(gradient: Tensor, columns: int) -> list[int]:

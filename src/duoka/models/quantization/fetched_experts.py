@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .routing import by_expert, reserve, routing_bytes
-from .stacked import ExpertStack
+from .stacked import ExpertStack, Unquantized
 
 _TILE_ROWS = 128
 """The most tokens in a product; bounds the memory of a product."""
@@ -166,9 +167,10 @@ def fetched_bytes(
     (first, _), (last, _) = _projections(module)
     copies = [tensor.nbytes for tensor in _tensors_of(module, 0)]
     unpacked = [
-        num_bytes
+        num_bytes * prod(stack.sizes)
         for stack in (first, last)
-        for num_bytes in (*stack.weight_class.unpacking_bytes(*stack.sizes, size),)
+        for num_bytes in (size, getattr(stack.weight_class, "scratch_bytes", 0))
+        if stack.weight_class is not Unquantized
     ]
     widths = [columns, first.sizes[0], *[last.sizes[1]] * _GATE_TENSORS, columns]
     tile = [_TILE_ROWS * size * width for width in widths] * (3 if is_backward else 1)

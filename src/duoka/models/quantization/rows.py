@@ -8,11 +8,13 @@ bitwise equal to quantizing the whole weight at once.
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from .composed import parts
+from .stored import StoredRows
 from .weights import INT4_CLASSES, computes_in, quantize, scheme_of
 
 _ALIGNED_ROWS = 64
@@ -34,29 +36,30 @@ def takes_rows(target: Tensor, start: int, stop: int) -> bool:
     return start % _ALIGNED_ROWS == 0 and (stop % _ALIGNED_ROWS == 0 or stop == target.shape[0])
 
 
-def fill_rows(target: Tensor, start: int, source: Tensor) -> None:
-    """Quantize rows of the original weight into a quantized weight, from row `start` on."""
+def fill_rows(
+    target: Tensor, start: int, source: Tensor | StoredRows, device: torch.device
+) -> None:
+    """Quantize rows on a device, or copy them, into a quantized weight from row `start` on."""
     assert takes_rows(target, start, start + len(source))
     step = max(_WORKING_ELEMENTS // source.shape[1] // _ALIGNED_ROWS, 1) * _ALIGNED_ROWS
     for first in range(0, len(source), step):
-        _fill(target, start + first, source[first : first + step])
+        _fill(target, start + first, source[first : first + step], device)
 
 
-def _fill(target: Tensor, start: int, source: Tensor) -> None:
+def _fill(target: Tensor, start: int, source: Tensor | StoredRows, device: torch.device) -> None:
     """Quantize rows at once; if memory is short, in two halves, recursively."""
-    if not _try_fill(target, start, source):
+    if not _try_fill(target, start, source, device):
         half = len(source) // 2 // _ALIGNED_ROWS * _ALIGNED_ROWS
-        _fill(target, start, source[:half])
-        _fill(target, start + half, source[half:])
+        _fill(target, start, source[:half], device)
+        _fill(target, start + half, source[half:], device)
 
 
-def _try_fill(target: Tensor, start: int, source: Tensor) -> bool:
+def _try_fill(
+    target: Tensor, start: int, source: Tensor | StoredRows, device: torch.device
+) -> bool:
     """Quantize rows at once; return False if memory is short and the rows can be halved."""
     try:
-        taken = source.contiguous().to(device=target.device, dtype=computes_in(target))
-        make = getattr(type(target), "of", None)  # of duoka's own classes
-        rows = quantize(taken, scheme_of(target)) if make is None else make(taken)
-        _write(target, start, rows)
+        _write(target, start, len(source), _parts_of(source, target, device))
     except torch.OutOfMemoryError as error:
         if len(source) < 2 * _ALIGNED_ROWS:
             raise
@@ -66,14 +69,25 @@ def _try_fill(target: Tensor, start: int, source: Tensor) -> bool:
     return True
 
 
-def _write(target: Tensor, start: int, rows: Tensor) -> None:
+def _parts_of(
+    source: Tensor | StoredRows, target: Tensor, device: torch.device
+) -> Iterable[Tensor]:
+    """Quantize rows on a device, and return their parts."""
+    if isinstance(source, StoredRows):
+        rows = source.map(lambda tensor: tensor.contiguous().to(target.device))
+        return rows.packed(type(target).__name__)
+    taken = source.contiguous().to(device=device, dtype=computes_in(target))
+    make = getattr(type(target), "of", None)  # of duoka's own classes
+    return parts(quantize(taken, scheme_of(target)) if make is None else make(taken)).values()
+
+
+def _write(target: Tensor, start: int, count: int, sources: Iterable[Tensor]) -> None:
     """Copy the parts of quantized rows into the parts of a weight, from row `start` on."""
-    total, count = target.shape[0], rows.shape[0]
-    sources = parts(rows)
-    for name, part in parts(target).items():
+    total = target.shape[0]
+    for (name, part), source in zip(parts(target).items(), sources, strict=True):
         dim = _ROW_DIMENSION[name]
         # An index of the dimension has several rows, or a row has several indices. In a weight of
         # 4,096 rows and 1,024 columns, rows 128:192 are the indices 16:24 of int4's packed tensor
         # (512 indices of 8 rows), and 65536:98304 of nf4's (512 bytes for each row).
         place = part.narrow(dim, start * part.shape[dim] // total, count * part.shape[dim] // total)
-        place.copy_(sources[name])
+        place.copy_(source.reshape(place.shape))

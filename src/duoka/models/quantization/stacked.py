@@ -35,9 +35,11 @@ Layout: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """The shape and dtype of each tensor of a weight, by name."""
 
 _ATEN = torch.ops.aten
-_TILE_COLUMNS = 16 * TILES  # the kernel for tensor cores requires a multiple of these columns
+TILE_COLUMNS = 16 * TILES
+"""The kernel for tensor cores requires a multiple of this number of columns in stacks."""
 _LARGEST_GROUP = 256
-_MIDDLE = 8  # the kernel computes (number - 8) * scale + zero, with numbers from 0 to 15
+MIDDLE = 8
+"""The kernels for int4 compute (number - 8) * scale + zero, with numbers from 0 to 15."""
 ROWS = 16
 """Weights of stacks have a multiple of this number of rows: the kernels for int4 require it."""
 
@@ -55,7 +57,7 @@ class _Tiles(Composed):
     @classmethod
     def of(cls, weight: Tensor) -> Composed:
         """Quantize a weight [rows, columns]."""
-        padded = F.pad(weight.to(torch.bfloat16), (0, -weight.shape[1] % _TILE_COLUMNS))
+        padded = F.pad(weight.to(torch.bfloat16), (0, -weight.shape[1] % TILE_COLUMNS))
         group = cls._group(padded.shape[1], weight.shape[1])
         numbers, scale_and_zero = cls._numbers(padded, group)
         packed = _ATEN._convert_weight_to_int4pack(numbers, TILES)
@@ -65,9 +67,9 @@ class _Tiles(Composed):
     @classmethod
     def tensor_shapes(cls, rows: int, columns: int, _dtype: torch.dtype) -> Layout:
         """Return the shape and dtype of each tensor of a weight [rows, columns]."""
-        padded = columns + -columns % _TILE_COLUMNS
+        padded = columns + -columns % TILE_COLUMNS
         groups = cls.copies * padded // cls._group(padded, columns)
-        packed = rows // 8, cls.copies * padded // _TILE_COLUMNS, 32, TILES // 2
+        packed = rows // 8, cls.copies * padded // TILE_COLUMNS, 32, TILES // 2
         return {
             "packed": (packed, torch.int32),
             "scale_and_zero": ((groups, rows, 2), torch.bfloat16),
@@ -86,7 +88,7 @@ class _Tiles(Composed):
     @classmethod
     def multiply_packed(cls, inputs: Tensor, packed: Tensor, scale_and_zero: Tensor) -> Tensor:
         """Multiply [tokens, columns] by the tensors of a weight, to bfloat16 [tokens, rows]."""
-        columns = packed.shape[1] * _TILE_COLUMNS
+        columns = packed.shape[1] * TILE_COLUMNS
         missing = columns // cls.copies - inputs.shape[1]
         inputs = inputs.to(torch.bfloat16)
         inputs = F.pad(inputs, (0, missing)) if missing else inputs
@@ -102,9 +104,9 @@ class _Tiles(Composed):
     def input_bytes(cls, tokens: int, inputs: Tensor) -> list[int]:
         """Return the sizes of the copies of [tokens, columns] that `multiply_packed` makes."""
         columns = inputs.shape[1]
-        padded = 2 * tokens * (columns + -columns % _TILE_COLUMNS)
+        padded = 2 * tokens * (columns + -columns % TILE_COLUMNS)
         casts = [] if inputs.dtype == torch.bfloat16 else [2 * tokens * columns]
-        pads = [padded] if columns % _TILE_COLUMNS else []
+        pads = [padded] if columns % TILE_COLUMNS else []
         return [*casts, *pads, *([] if cls.copies == 1 else [cls.copies * padded])]
 
     @classmethod
@@ -136,17 +138,17 @@ class Int8Tiles(_Tiles):
 
     @classmethod
     def _group(cls, padded: int, columns: int) -> int:
-        return _LARGEST_GROUP if padded % _LARGEST_GROUP == 0 else _TILE_COLUMNS
+        return _LARGEST_GROUP if padded % _LARGEST_GROUP == 0 else TILE_COLUMNS
 
     @classmethod
     def _numbers(cls, weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
         numbers, scale = _round_to_int8(weight)
-        high, low = (numbers >> 4) + _MIDDLE, numbers & 0xF
+        high, low = (numbers >> 4) + MIDDLE, numbers & 0xF
         halves = torch.cat([high, low], dim=1).to(torch.uint8)
         groups = weight.shape[1] // group
         # The high half is (number - 8) * 16 s, the low half number * s = (number - 8) * s + 8 s.
         scales = torch.stack([16 * scale, scale]).repeat_interleave(groups, 0)
-        zeros = torch.stack([torch.zeros_like(scale), _MIDDLE * scale]).repeat_interleave(groups, 0)
+        zeros = torch.stack([torch.zeros_like(scale), MIDDLE * scale]).repeat_interleave(groups, 0)
         return halves[:, ::2] << 4 | halves[:, 1::2], torch.stack([scales, zeros], dim=-1)
 
 
@@ -171,11 +173,6 @@ class Int8Rows(Composed):
         """Return the dequantized weight [rows, columns]."""
         return self.numbers.to(dtype).mul_(self.scale[:, None])
 
-    @staticmethod
-    def unpacking_bytes(rows: int, columns: int, size: int) -> list[int]:
-        """Return the sizes of the tensors made by `unpacked`, with elements of `size` bytes."""
-        return [rows * columns * size]
-
     @classmethod
     def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute `F.linear` of [tokens, columns], without bias."""
@@ -188,8 +185,13 @@ class Int8Rows(Composed):
 class Int4Rows(Composed):
     """A weight in int4 in the layout of PyTorch's CPU kernel.
 
-    It holds `packed`, uint8 [rows, columns / 2], and `scale_and_zero` [groups, rows, 2].
+    It holds `packed`, uint8 [rows, columns / 2], and `scale_and_zero` [groups, rows, 2]. The layout
+    has blocks of some rows, [columns, rows / 2]: a byte has the numbers of two rows, which are half
+    a block apart, or adjacent in a last block of fewer rows.
     """
+
+    scratch_bytes: ClassVar[int] = 3
+    """See `ScaledWeight.scratch_bytes`."""
 
     @staticmethod
     def tensor_shapes(rows: int, columns: int, dtype: torch.dtype) -> Layout:
@@ -201,53 +203,70 @@ class Int4Rows(Composed):
 
     @staticmethod
     def of(weight: Tensor) -> Composed:
-        """Quantize a weight [rows, columns]."""
-        from torchao.prototype.quantization.int4 import Int4OpaqueTensor
+        """Quantize a weight [rows, columns], on any device."""
+        from torchao.quantization.utils import groupwise_affine_quantize_tensor
 
-        opaque: Any = Int4OpaqueTensor.from_hp(weight, [1, group_of(weight.shape[1])])
-        tensors = {"packed": opaque.qdata, "scale_and_zero": opaque.scale_and_zero}
+        columns = weight.shape[1]
+        numbers, scale_and_zero = groupwise_affine_quantize_tensor(
+            weight, 4, group_of(columns), dtype=weight.dtype
+        )
+        if numbers.shape[1] < columns:  # on a GPU, two in a byte
+            numbers = torch.stack([numbers >> 4, numbers & 0xF], 2).flatten(1)
+        blocks = _blocks_of(numbers.to(torch.uint8))
+        packed = torch.cat([_pack_block(*part) for part in blocks])
+        tensors = {"packed": packed, "scale_and_zero": scale_and_zero}
         return Int4Rows(tensors, weight.shape, weight.dtype)
 
-    # The kernel's layout has blocks of some rows, [columns, rows / 2]: a byte has the numbers of
-    # two rows, which are half a block apart, or adjacent in a last block of fewer rows.
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """Return the dequantized weight [rows, columns]."""
-        rows, columns = self.shape
-        block = _BLOCK_ROWS.get(torch.backends.cpu.get_cpu_capability(), 32)
-        whole = rows // block * block
-        is_split = torch.backends.cpu.get_cpu_capability() in _BLOCK_ROWS
-        numbers = [_unpack_block(self.packed[:whole], block, columns, is_split=is_split)]
-        if whole < rows:
-            numbers += [_unpack_block(self.packed[whole:], rows - whole, columns, is_split=False)]
-        values = torch.cat(numbers).to(dtype).view(rows, len(self.scale_and_zero), -1)
+        blocks = _blocks_of(self.packed)
+        numbers = torch.cat([_unpack_block(*part) for part in blocks])
+        values = numbers.to(dtype).view(len(numbers), len(self.scale_and_zero), -1)
         scale, zero = self.scale_and_zero.permute(2, 1, 0)[..., None].to(dtype)
-        return values.sub_(_MIDDLE).mul_(scale).add_(zero).flatten(1)
-
-    @staticmethod
-    def unpacking_bytes(rows: int, columns: int, size: int) -> list[int]:
-        """Return the sizes of the tensors made by `unpacked`, with elements of `size` bytes."""
-        count = rows * columns
-        return [count // 2, count // 2, count, count, count, count * size]
+        return values.sub_(MIDDLE).mul_(scale).add_(zero).flatten(1)
 
     @classmethod
     def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute `F.linear` of [tokens, columns], without bias."""
         inputs, weight = args
-        group, scales = group_of(weight.shape[1]), weight.scale_and_zero
+        scales = weight.scale_and_zero
+        group = weight.shape[1] // len(scales)
         kernel = _ATEN._weight_int4pack_mm_for_cpu
         return kernel(inputs.to(scales.dtype), weight.packed, group, scales).to(inputs.dtype)
 
 
 _BLOCK_ROWS = {"AVX512": 64, "AVX2": 32}
-"""Rows of a block of `Int4Rows` by the CPU's capability."""
+"""Rows of a block of `Int4Rows`, whose halves share bytes, by the CPU's capability."""
 
 
-def _unpack_block(packed: Tensor, block: int, columns: int, *, is_split: bool) -> Tensor:
-    """Return the numbers [rows, columns] of blocks of `Int4Rows`."""
-    pairs = packed.reshape(-1, columns, block // 2)
+def _blocks_of(rows: Tensor) -> list[tuple[Tensor, int, bool]]:
+    """Split rows of an `Int4Rows` into whole blocks and the rest.
+
+    Each part has the rows of a block, and True if its halves share bytes instead of adjacent rows.
+    """
+    capability = torch.backends.cpu.get_cpu_capability()
+    block = _BLOCK_ROWS.get(capability, 32)
+    whole = len(rows) // block * block
+    parts = (
+        (rows[:whole], block, capability in _BLOCK_ROWS),
+        (rows[whole:], len(rows) - whole, False),
+    )
+    return [part for part in parts if len(part[0])]
+
+
+def _pack_block(numbers: Tensor, block: int, is_split: bool) -> Tensor:
+    """Return the bytes [rows, columns / 2] of numbers [rows, columns] of blocks."""
+    pairs = numbers.view(-1, *((2, block // 2) if is_split else (block // 2, 2)), numbers.shape[1])
+    low, high = pairs.unbind(1 if is_split else 2)
+    return (high << 4 | low).mT.reshape(len(numbers), -1)
+
+
+def _unpack_block(packed: Tensor, block: int, is_split: bool) -> Tensor:
+    """Return the numbers [rows, columns] of the bytes of blocks."""
+    pairs = packed.reshape(-1, 2 * packed.shape[1], block // 2)
     halves = [pairs & 0xF, pairs >> 4]
     numbers = torch.cat(halves, 2) if is_split else torch.stack(halves, 3).flatten(2)
-    return numbers.mT.reshape(-1, columns)
+    return numbers.mT.reshape(len(packed), -1)
 
 
 class Unquantized(Composed):
@@ -266,11 +285,6 @@ class Unquantized(Composed):
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [rows, columns] in a dtype."""
         return self.weight.to(dtype)
-
-    @staticmethod
-    def unpacking_bytes(_rows: int, _columns: int, _size: int) -> list[int]:
-        """Return the sizes of the tensors made by `unpacked`: none."""
-        return []
 
     @classmethod
     def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -342,10 +356,10 @@ class ExpertStack(Composed):
             name: torch.empty((len(like), *shape), dtype=dtype, device=device)
             for name, (shape, dtype) in layout.items()
         }
-        return cls._make(tensors, like.shape, like.dtype, weight_class, is_transposed)
+        return cls.make(tensors, like.shape, like.dtype, weight_class, is_transposed)
 
     @classmethod
-    def _make(
+    def make(
         cls,
         tensors: Mapping[str, Tensor],
         shape: torch.Size,
@@ -358,17 +372,24 @@ class ExpertStack(Composed):
         stack.weight_class, stack.is_transposed = weight_class, is_transposed
         return stack
 
-    def for_cpu(self) -> Self:
-        """Allocate a stack of this shape on its own device, in the layout of the CPU."""
-        kind = _ON_CPU.get(self.weight_class, self.weight_class)
-        return self.empty(self, self.device, kind, is_transposed=self.is_transposed)
+    def for_cpu(self, device: torch.device | None = None) -> Self:
+        """Allocate a stack of this shape in the layout of the CPU, by default on its own device."""
+        kind, device = _ON_CPU.get(self.weight_class), device or self.device
+        if kind is None:
+            return self.empty_on(device)
+        stack = self.empty(self, device, kind, is_transposed=self.is_transposed)
+        if kind is Int4Rows:  # groups of a published checkpoint may be smaller
+            scales, padded = self.scale_and_zero, self.packed.shape[2] * TILE_COLUMNS
+            groups = scales.shape[1] * self.sizes[1] // padded
+            shape = len(self), groups, *scales.shape[2:]
+            stack.tensors["scale_and_zero"] = stack.scale_and_zero.new_empty(shape)
+        return stack
 
     def empty_on(self, device: torch.device) -> Self:
         """Allocate a stack of this shape on a device, in the layout of the device."""
-        kind = self.weight_class
-        if device.type == "cpu":
-            kind = _ON_CPU.get(kind, kind)
-        return self.empty(self, device, kind, is_transposed=self.is_transposed)
+        if device.type == "cpu" and self.weight_class in _ON_CPU:
+            return self.for_cpu(device)
+        return self.map(lambda tensor: torch.empty_like(tensor, device=device))
 
     def expert(self, number: int) -> Composed:
         """Return the weight [rows, columns] of one expert; a view."""
@@ -385,7 +406,7 @@ class ExpertStack(Composed):
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Return a stack with a function applied to each of its tensors."""
         tensors = {name: change(tensor) for name, tensor in self.tensors.items()}
-        return self._make(tensors, self.shape, self.dtype, self.weight_class, self.is_transposed)
+        return self.make(tensors, self.shape, self.dtype, self.weight_class, self.is_transposed)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return list(self.tensors), (self.dtype, self.weight_class, self.is_transposed)
@@ -394,4 +415,4 @@ class ExpertStack(Composed):
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any
     ) -> Self:
-        return cls._make(inner, size, *context)
+        return cls.make(inner, size, *context)

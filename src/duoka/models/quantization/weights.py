@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -40,15 +40,17 @@ GROUPS = (128, 64, 32)
 """Sizes of int4's groups; the first size that divides a row is used."""
 ROWS = 16
 """The CPU kernel for int4 requires a multiple of this number of rows."""
-_COLUMNS = 1024  # the tensor-core kernel for int4 requires a multiple of this number of columns
+COLUMNS = 1024
+"""The tensor-core kernel for int4 requires a multiple of this number of columns."""
 TILES = 8
 """`inner_k_tiles` of the tensor-core layout for int4; torchao uses no other value."""
-_TILED, _OPAQUE = "Int4TilePackedTo4dTensor", "Int4OpaqueTensor"
-_GPU_LAYOUTS = frozenset({_TILED, "Int4Tiles", "Int8Tiles"})
-_CPU_LAYOUTS = frozenset({_OPAQUE, "Int4Rows"})
+TILED, OPAQUE = "Int4TilePackedTo4dTensor", "Int4OpaqueTensor"
+"""The names of torchao's classes of weights in int4, on GPUs and on the CPU."""
+_GPU_LAYOUTS = frozenset({TILED, "Int4Tiles", "Int8Tiles"})
+_CPU_LAYOUTS = frozenset({OPAQUE, "Int4Rows"})
 _SCHEMES: dict[str, Scheme] = {"Int8Tensor": "int8", "Nf4Weight": "nf4"}
 _SCHEMES |= {"Int8Tiles": "int8", "Int8Rows": "int8"}
-INT4_CLASSES = frozenset({_TILED, _OPAQUE, "Int4Tiles", "Int4Rows"})
+INT4_CLASSES = frozenset({TILED, OPAQUE, "Int4Tiles", "Int4Rows"})
 """The names of the classes of weights in int4."""
 _DTYPE_ATTRIBUTE = "_duoka_made_from"
 _TESTED = {"torch": "2.11 and 2.13", "torchao": "0.18", "bitsandbytes": "0.50"}
@@ -81,7 +83,7 @@ def _quantize_tiled(weight: Tensor) -> Tensor:
 
     rows, columns = weight.shape
     group = group_of(columns)
-    padded = F.pad(weight.to(torch.bfloat16), (0, -columns % _COLUMNS))
+    padded = F.pad(weight.to(torch.bfloat16), (0, -columns % COLUMNS))
     numbers, scale_and_zero = groupwise_affine_quantize_tensor(padded, 4, group)
     packed = torch.ops.aten._convert_weight_to_int4pack(numbers, TILES)
     shape = torch.Size((rows, columns))
@@ -95,12 +97,12 @@ def empty_weight(tensor: Tensor, device: torch.device) -> Tensor:
     if move is not None:
         stack: Tensor = move(device)
         return stack
-    if type(tensor).__name__ != _TILED or device.type != "cpu":
+    if type(tensor).__name__ != TILED or device.type != "cpu":
         return empty_on(tensor, device)
     from torchao.prototype.quantization.int4 import Int4OpaqueTensor
 
     rows, columns = tensor.shape
-    group = group_of(columns)
+    group: int = cast(Any, tensor).block_size[1]
     numbers = torch.empty((rows, columns // 2), dtype=torch.uint8)
     scales = torch.empty((columns // group, rows, 2), dtype=computes_in(tensor))
     result: Tensor = Int4OpaqueTensor(numbers, scales, [1, group], tensor.shape)
@@ -176,11 +178,6 @@ class Nf4Weight(Composed):
         weight: Tensor = dequantize(self.packed, self.absmax, BLOCK, "nf4", list(self.shape), dtype)
         return weight
 
-    @staticmethod
-    def unpacking_bytes(rows: int, columns: int, size: int) -> list[int]:
-        """Return the sizes of the tensors made by `unpacked`, with elements of `size` bytes."""
-        return [rows * columns * size]
-
     @classmethod
     def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute `F.linear` with the packed weight for a single token, otherwise unpacked."""
@@ -204,7 +201,7 @@ def require(scheme: Scheme) -> None:
     with quiet_libraries():
         import_module(package)  # bitsandbytes registers its operators with torch
     try:
-        quantize(torch.empty((ROWS, _COLUMNS), dtype=torch.bfloat16, device="meta"), scheme)
+        quantize(torch.empty((ROWS, COLUMNS), dtype=torch.bfloat16, device="meta"), scheme)
     except (ImportError, AttributeError) as error:
         versions = ", ".join(f"{name} {version(name)}" for name in ("torch", package))
         raise UsageError(

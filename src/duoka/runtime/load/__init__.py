@@ -3,18 +3,14 @@
 - `load`: fills a placed model from a checkpoint; the tensors of both must match
 - `sources`, `pickles`: the tensors in files; a pickle with other objects is refused
 - `read_ahead`, `fill`: read files in stretches, and copy or quantize these into the model
-- `quantized`: loads checkpoints published quantized, by transformers
 - `adapter`: reads LoRA adapters from peft's files
 """
 
 from .fill import Progress
 from .load import load_weights, refuse_differences
-from .quantized import load_published, refuse_unloadable
 
 __all__ = [
     "Progress",
-    "load_published",
     "load_weights",
     "refuse_differences",
-    "refuse_unloadable",
 ]

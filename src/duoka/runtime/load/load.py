@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 from duoka.base.garbage import free_locals
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import LoadError
+from duoka.models import stored_weights
 from duoka.models.conversion import Recipe, initialize_derived, plan_tensors
 from duoka.planner.placement import Placement
 
@@ -84,20 +85,24 @@ def refuse_differences(model: nn.Module, checkpoint: Checkpoint) -> None:
 def _match(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, Source], Recipe]:
     """Match a checkpoint's tensors with the model's; raise LoadError with all differences."""
     sources = list_sources(checkpoint)
-    recipe = plan_tensors(model, {name: source.shape for name, source in sources.items()})
+    stored = stored_weights(model)
+    recipe = plan_tensors(model, stored.shapes_in(sources))
     tensors = dict(tensor_names(model))
     uncast = [
         f"{piece.target} ({tensors[piece.target].dtype} from {sources[piece.source].dtype})"
         for piece in recipe.pieces
-        if not _can_cast(sources[piece.source].dtype, tensors[piece.target].dtype)
+        if piece.source not in stored.parts
+        and not _can_cast(sources[piece.source].dtype, tensors[piece.target].dtype)
     ]
     mismatched = [
         f"{name} ({list(stored)} in the file, {list(built)} in the model)"
         for name, stored, built in recipe.mismatched
     ]
+    # GPTQ's packers write a bias of zeros for layers without a bias.
+    unexpected = [n for n in recipe.unexpected if not (stored.parts and n.endswith(".bias"))]
     faults = list_faults(
         (recipe.missing, "tensors of the model are missing from it"),
-        (recipe.unexpected, "tensors in it don't belong to the model"),
+        (unexpected, "tensors in it don't belong to the model"),
         (mismatched, "tensors have a different shape"),
         (uncast, "tensors can't be converted to the model's dtype"),
     )
@@ -150,7 +155,7 @@ def _fill_model(
     """Allocate the model's tensors, fill them, and check that each is filled exactly once."""
     move_tensors(model, devices)
     recipe = recipe.limited({name for name, at in devices.items() if at != _NOWHERE})
-    filler = Filler(dict(tensor_names(model)), sources, progress)
+    filler = Filler(dict(tensor_names(model)), sources, progress, stored_weights(model))
     with torch.no_grad():
         filler.fill(recipe)
     initialize_derived(model, recipe)
