@@ -137,7 +137,6 @@ def test_they_are_written_and_read(tmp_path: Path, llama: Path, options: Any) ->
         ({"method": "dora"}, "method 'dora' is unknown"),
         ({"train_on": "first"}, "train_on 'first' is unknown"),
         ({"lr_schedule": "step"}, "lr_schedule 'step' is unknown"),
-        ({"names": "theirs"}, "names 'theirs' is unknown"),
         ({"optimizer": "adam"}, "optimizer 'adam' is unknown"),
         ({"schedule": "zb"}, "schedule 'zb' is unknown"),
         ({"dtype": "fp8"}, "dtype 'fp8' is unknown"),

@@ -28,7 +28,6 @@ from .learning_rate import Decay, rate_factor
 
 TuneMethod = Literal["lora", "qlora", "full"]
 TrainOn = Literal["all", "last"]
-KeyNames = Literal["original", "native"]
 _SEQ_LENGTH = 2048
 _RATES: dict[TuneMethod, float] = {"lora": 1e-4, "qlora": 1e-4, "full": 1e-5}
 _WARMUP_SHARE = 0.03
@@ -40,7 +39,7 @@ _MINIMA = {
     **dict.fromkeys(("warmup", "save_every", "eval_every", "seed"), 0),
 }
 _OPTIONAL = ("seq_length", "steps", "warmup", "lora_alpha")
-_CHOICES = {"method": TuneMethod, "train_on": TrainOn, "lr_schedule": Decay, "names": KeyNames}
+_CHOICES = {"method": TuneMethod, "train_on": TrainOn, "lr_schedule": Decay}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +93,6 @@ class TuneSettings:
         Number of checkpoints to keep.
     merge : bool
         Write a merged checkpoint at the end instead of an adapter.
-    names : {"original", "native"}
-        Names of tensors in the result: as published, or as in transformers' class.
 
     Raises
     ------
@@ -132,7 +129,6 @@ class TuneSettings:
     eval_every: int = 0
     keep: int = 2
     merge: bool = False
-    names: KeyNames = "original"
 
     def __post_init__(self) -> None:
         plain: dict[str, Any] = {
