@@ -7,7 +7,7 @@ An exception in a check becomes a finding, and the other checks still run.
 - `gpus`: driver, visibility, memory, health, PCIe
 - `devices`: torch's build and the tests' outcomes; `device_tests`: the tests, in a child process
 - `host`: memory, shared memory, libraries
-- `model`: checkpoint, hashes, plan
+- `model`: checkpoint, plan
 - `bundle`: a report to attach to an issue, without names and secrets
 """
 

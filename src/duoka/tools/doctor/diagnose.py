@@ -77,7 +77,6 @@ def _examine_all(facts: Facts, model_facts: ModelFacts | None) -> Iterator[Exami
         yield examine(group, name, check, facts)
     if model_facts is not None:
         yield examine("model", "checkpoint", model.check_whole, model_facts)
-        yield examine("model", "hashes", model.check_hashes, model_facts)
         yield examine("model", "fit", model.check_fit, model_facts, facts)
 
 
