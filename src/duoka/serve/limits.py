@@ -7,10 +7,8 @@ import hashlib
 import hmac
 import json
 import re
-import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from http import HTTPStatus
 from typing import Any
 
 from fastapi import Request, Response
@@ -27,7 +25,6 @@ from .errors import HttpError
 
 MOST_BODY_BYTES, MOST_HEADER_BYTES = 32 * 2**20, 64 * 2**10
 _MOST_MEMORY_BYTES = 512 * 2**20
-_MOST_CONNECTIONS = 1024
 # Time limits: for all headers of a request; for its body, plus a second for each 16 KiB received;
 # and for a client to take the buffered part of a response.
 _HEADER_SECONDS, _BODY_SECONDS, _TAKE_SECONDS = 15.0, 30.0, 30.0
@@ -237,24 +234,6 @@ class TimedProtocol(H11Protocol):
         super().connection_made(transport)
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._start_timer("headers", _HEADER_SECONDS, transport.abort)
-        if len(self.connections) > _MOST_CONNECTIONS:
-            text = f"{_MOST_CONNECTIONS} connections are open"
-            self._refuse(HttpError(503, text, code="overloaded", retry_after=5))
-
-    def send_400_response(self, msg: str) -> None:
-        """See uvicorn: called if h11 refuses a request; status 431 for too long headers."""
-        error = sys.exception()
-        self._refuse(HttpError(getattr(error, "error_status_hint", 400), f"{msg} {error}"))
-
-    def _refuse(self, error: HttpError) -> None:
-        """Send an error when no request has been parsed, and close the connection."""
-        body = json.dumps(error.body).encode()
-        headers = {"Connection": "close", "Content-Length": len(body), **error.headers}
-        lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
-        head = "\r\n".join([*lines, "Content-Type: application/json", "", ""])
-        self.transport.write(head.encode() + body)
-        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
