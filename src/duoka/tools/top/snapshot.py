@@ -41,12 +41,6 @@ class GpuNow:
     processes: tuple[live.LiveDevice, ...] = ()
     activity: nvml.Activity | None = None
 
-    @property
-    def label(self) -> str:
-        """Name with the process id for a virtual GPU: several processes may have a ``vgpu:0``."""
-        is_known = self.activity is not None or self.trouble
-        return self.name if is_known else f"{self.name} (pid {self.processes[0].pid})"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSnapshot:
