@@ -31,7 +31,6 @@ TrainOn = Literal["all", "last"]
 _SEQ_LENGTH = 2048
 _RATES: dict[TuneMethod, float] = {"lora": 1e-4, "qlora": 1e-4, "full": 1e-5}
 _WARMUP_SHARE = 0.03
-_LARGEST_SEED = 2**32 - 1  # torch's CPU generator uses only 32 bits of a seed
 # The minimum of each integer setting; those in `_OPTIONAL` may be None.
 _MINIMA = {
     **dict.fromkeys(("seq_length", "batch", "micro_batch", "epochs", "steps", "keep"), 1),
@@ -151,11 +150,6 @@ class TuneSettings:
                 f"a batch of {self.batch} is not divisible into micro-batches of "
                 f"{self.micro_batch}",
                 hint=f"use a multiple of {self.micro_batch}",
-            )
-        if self.seed > _LARGEST_SEED:
-            raise UsageError(
-                f"seed is {self.seed}; it must be at most {_LARGEST_SEED}",
-                hint="use a smaller number",
             )
         self._training(self.lora_target)  # refuses invalid values
 
