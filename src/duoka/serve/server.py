@@ -17,7 +17,7 @@ from duoka.workers.signals import handle_signals
 
 from .address import Address, format_url
 from .app import make_app
-from .limits import MOST_HEADER_BYTES, TimedProtocol
+from .limits import MOST_HEADER_BYTES
 from .pool import EngineFailure, EnginePool
 from .service import Service
 
@@ -92,7 +92,7 @@ def config(service: Service, address: Address) -> uvicorn.Config:
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     return uvicorn.Config(
         make_app(service, key=address.key, is_local=address.is_local and address.key is None),
-        http=TimedProtocol,
+        http="h11",
         ws="none",
         lifespan="off",
         log_config=None,
