@@ -21,7 +21,6 @@ _GPU_CHECKS = (
 )
 _HOST_CHECKS = (
     ("host", "memory", host.check_host_memory),
-    ("host", "shared memory", host.check_shared_memory),
     ("software", "libraries", host.check_versions),
 )
 _DEVICE_CHECKS = (
