@@ -157,9 +157,7 @@ class _Log:
     def _location(self, place: Place) -> _Json:
         """Describe a place as a SARIF location."""
         physical = {"artifactLocation": self._artifact(place.file), "region": _region(place)}
-        function = {"fullyQualifiedName": place.function, "kind": "function"}
-        logical = _if_any(logicalLocations=[function] if place.function else [])
-        return {"physicalLocation": physical, **logical}
+        return {"physicalLocation": physical}
 
     def _artifact(self, file: str) -> _Json:
         """Describe a file by its URI: relative to the root if the file is below the root."""
