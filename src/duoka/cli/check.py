@@ -210,7 +210,10 @@ def check(
     output.check()
     how_to_train = run.read()
     images = [parse_pixels(options.image_size or IMAGE_SIZE)] * (options.images or 0)
-    if options.images:  # `duoka.check` gets `images`, and plans for them
+    if images:  # `duoka.check` gets `images`, and plans for them
+        from duoka.base.images import refuse_size
+
+        refuse_size(*images[0])
         options = replace(options, images=None, image_size=None)
     arguments = _check_arguments(model, options, how_to_train)
     with working():
