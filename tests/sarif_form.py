@@ -118,7 +118,6 @@ SCHEMA: Json = {
         "location": form(
             id={"type": "integer", "minimum": 0},
             physicalLocation=definition("physical"),
-            logicalLocations=several(form(fullyQualifiedName=TEXT, kind=TEXT)),  # §3.33
             message=definition("message"),
         ),
         # §3.29 physicalLocation, §3.4 artifactLocation, §3.30 region

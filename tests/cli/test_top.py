@@ -42,7 +42,7 @@ def test_a_machine_as_json(program: Program, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.process
 def test_at_a_terminal_ctrl_c_leaves(environment: dict[str, str]) -> None:
-    started = Terminal(["top", "--interval", "0.1"], environment)
+    started = Terminal(["top"], environment)
     started.wait_for(r"Ctrl-C quits")
     started.wait_for(r"Ctrl-C quits")
     started.send("\x03")

@@ -170,11 +170,6 @@ def test_training_has_its_own_kinds() -> None:
     assert "KV cache" not in usual  # this plan has none, and a bar of nothing tells nothing
 
 
-def test_very_many_modules_are_cut_off() -> None:
-    plan = staged([3000], gpus="24GiB")
-    assert "and 1804 more" in Page(render_page(plan)).text
-
-
 def test_small_models_are_in_mib() -> None:
     profile = made_up([MIB] * 4)
     plan = find_plan(profile, PlanProblem(fleet=fleet(64), workload=WORKLOAD))

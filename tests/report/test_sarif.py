@@ -132,40 +132,6 @@ def test_messages_link_to_related_locations(tmp_path: Path) -> None:
     assert "](2)" in text
 
 
-def test_code_flows_go_from_the_top_to_the_fault(tmp_path: Path) -> None:
-    fault = cache_fault(write_model(tmp_path))
-    [flow] = result_of(fault, tmp_path)["codeFlows"]
-    [thread] = flow["threadFlows"]
-    steps = [step["location"] for step in thread["locations"]]
-    assert [step["message"]["text"] for step in steps] == ["the model", "encoder"]
-    assert steps[-1]["physicalLocation"]["region"]["startLine"] == fault.line
-
-
-def fingerprint(fault: Fault, root: Path) -> str:
-    found: str = result_of(fault, root)["partialFingerprints"]["duokaFault/v1"]
-    return found
-
-
-def test_fingerprints_stay_when_lines_move(tmp_path: Path) -> None:
-    file = write_model(tmp_path)
-    fault = table_fault(file)
-    moved = replace(fault, place=replace(fault.place, line=99, end_line=99, column=40))
-    assert fingerprint(moved, tmp_path) == fingerprint(fault, tmp_path)
-    others = [
-        replace(fault, kind="in-place"),
-        replace(fault, place=replace(fault.place, text="h + self.other")),
-        replace(fault, place=replace(fault.place, function="Decoder.forward")),
-    ]
-    assert len({fingerprint(each, tmp_path) for each in (fault, *others)}) == 4
-
-
-def test_equal_code_in_one_function_is_told_apart(tmp_path: Path) -> None:
-    fault = table_fault(write_model(tmp_path))
-    twin = replace(fault, place=replace(fault.place, line=50, end_line=50))
-    run = run_of(CheckReport(model="m", devices=("cuda:0",), faults=(fault, twin)), tmp_path)
-    assert len({json.dumps(result["partialFingerprints"]) for result in run["results"]}) == 2
-
-
 def test_the_root_is_by_default_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,11 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import peft
 import plain_generate
 import pytest
-import torch
-from transformers import AutoTokenizer, GlmForCausalLM
 
 import duoka
 from duoka import TuneSettings
@@ -33,20 +30,6 @@ def ask(directory: Path, question: str, adapter: Path | None = None) -> str:
     model: Any = duoka.load(plan, adapter=adapter)
     reader = PromptReader.open(duoka.Checkpoint.open(directory), plan.workload)
     return plain_generate.answer(model, reader, reader.prompt(question)).text.strip()
-
-
-def ask_peft(base: Path, adapter: Path, question: str) -> str:
-    """What plain transformers and peft answer."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(base)
-    model: Any = peft.PeftModel.from_pretrained(GlmForCausalLM.from_pretrained(base), adapter)
-    chat = [{"role": "user", "content": question}]
-    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
-    ids = ids["input_ids"]
-    stops = [tokenizer.convert_tokens_to_ids("<|user|>"), tokenizer.eos_token_id]
-    with torch.no_grad():
-        said = model.generate(input_ids=ids, max_new_tokens=24, do_sample=False, eos_token_id=stops)
-    text: str = tokenizer.decode(said[0, ids.shape[1] :], skip_special_tokens=True)
-    return text.strip()
 
 
 @pytest.mark.slow
@@ -83,10 +66,6 @@ def test_a_new_answer(tmp_path: Path) -> None:
     adapter = learn(model, "adapted")
     assert ask(model, QUESTION, adapter) == ANSWER
     assert ask(model, known, adapter) == right
-    # The same model in transformers' own class, whose adapter is peft's with its names.
-    native = tmp_path / "native"
-    write_merged(native, duoka.Checkpoint.open(model), parameters={}, names="native")
-    assert ask_peft(native, learn(native, "native-run"), QUESTION) == ANSWER
     merged = tmp_path / "merged"
     lora = native_form(read_adapter(adapter), duoka.Checkpoint.open(model).config)
     write_merged(merged, duoka.Checkpoint.open(model), adapter=lora)

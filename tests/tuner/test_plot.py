@@ -15,9 +15,7 @@ from PIL import Image
 from trainers import make_layout, make_report
 
 from duoka import TuneSettings
-from duoka.base.units import GIB
 from duoka.errors import UsageError
-from duoka.tuner.layout import Layout
 from duoka.tuner.plot import plot_run
 from duoka.tuner.run import RunDirectory
 
@@ -61,7 +59,7 @@ def ticks(axis: Any) -> list[str]:
     return [label.get_text() for label in axis.get_ticklabels()]
 
 
-def test_loss_speed_and_memory(write: Write, figures: list[Figure]) -> None:
+def test_loss_and_speed(write: Write, figures: list[Figure]) -> None:
     directory = write(12, every=4)
     file = plot_run(directory)
     assert file == directory.path / "plot.png"
@@ -69,7 +67,7 @@ def test_loss_speed_and_memory(write: Write, figures: list[Figure]) -> None:
         assert image.format == "PNG"
         assert image.width == 1200
         assert len(image.convert("RGB").getcolors(2**16) or ()) > 3
-    loss, speed, memory = figures[0].axes
+    loss, speed = figures[0].axes
     steps = list(range(1, 13))
     assert curves(loss) == {
         "training": (steps, [4 / step for step in steps]),
@@ -79,19 +77,11 @@ def test_loss_speed_and_memory(write: Write, figures: list[Figure]) -> None:
     assert list(curves(speed).values()) == [(steps, [50.0] * 12)]
     assert legend(speed) == []
     assert speed.get_ylim()[0] == 0
-    forecast = Layout(directory.read().plans).forecast(1).reserved_bytes
-    assert memory.get_xlabel() == "reserved memory (GiB)"
-    assert ticks(memory.yaxis) == ["vgpu:0", "vgpu:1"]
-    bars: Any = memory.patches
-    assert bars[1].get_width() == pytest.approx((forecast - 2**20) / GIB)
-    marks: Any = memory.collections[0]
-    assert marks.get_segments()[1][0][0] == pytest.approx(forecast / GIB)
-    assert sorted(legend(memory)) == ["forecast for sequences of full length", "measured peak"]
 
 
 def test_long_runs_are_smoothed(write: Write, figures: list[Figure]) -> None:
     plot_run(write(200))
-    loss, speed, _ = figures[0].axes
+    loss, speed = figures[0].axes
     assert legend(loss) == ["training, mean of 4 steps"]
     assert legend(speed) == ["mean of 4 steps"]
     steps, means = curves(loss)["training, mean of 4 steps"]
@@ -103,30 +93,17 @@ def test_long_runs_are_smoothed(write: Write, figures: list[Figure]) -> None:
 
 def test_a_single_step(write: Write, figures: list[Figure]) -> None:
     plot_run(write(1))
-    for axes in figures[0].axes[:2]:
+    for axes in figures[0].axes:
         assert ticks(axes.xaxis) == ["0", "1", "2"]
 
 
-@pytest.mark.parametrize(("numbers", "has_memory"), [((5, 3), True), ((5, 0), False)])
+@pytest.mark.parametrize("numbers", [(5, 3), (5, 0)])
 def test_a_run_that_was_moved(
-    write: Write, figures: list[Figure], numbers: tuple[int, int], has_memory: bool
+    write: Write, figures: list[Figure], numbers: tuple[int, int]
 ) -> None:
-    """Of GPUs that it has made no step on there is nothing to show."""
     plot_run(write(*numbers, before=4))
-    _, speed, *memory = figures[0].axes
+    _, speed = figures[0].axes
     assert curves(speed).popitem()[1][0] == list(range(1, sum(numbers) + 1))
-    assert [ticks(axes.yaxis) for axes in memory] == [["vgpu:0", "vgpu:1"]] * has_memory
-
-
-def test_a_processor_has_no_peaks(tmp_path: Path, llama: Path, figures: list[Figure]) -> None:
-    layout = make_layout(llama, SETTINGS)
-    directory = RunDirectory(tmp_path)
-    directory.write(SETTINGS, layout.plans, trust_remote_code=False)
-    entry = asdict(make_report(layout, 1))
-    entry["processes"][0].update(reserved_bytes=0, allocated_bytes=0)
-    directory.note(entry)
-    plot_run(directory)
-    assert len(figures[0].axes) == 2
 
 
 def test_it_goes_where_it_is_to_go(write: Write, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import peft
 import pytest
@@ -19,8 +19,6 @@ from saving import files_of_at_most
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
-    GlmForCausalLM,
     GPT2Config,
     LlamaConfig,
     MixtralConfig,
@@ -31,10 +29,7 @@ from duoka import Checkpoint, models
 from duoka.errors import LoadError, MachineError, UsageError
 from duoka.forecast.workload import Training
 from duoka.models import chatglm, initialize_adapters, make_trainable
-from duoka.models.from_checkpoint import tokenizer_of
 from duoka.models.lora import LoraAdapter, LowRank, adapter_of, native_form, put_adapter
-from duoka.models.text.messages import ChatMessage, Role
-from duoka.models.text.prompts import chat_format
 from duoka.planner.placement import Placement
 from duoka.runtime.load import load_weights
 from duoka.runtime.load.adapter import read_adapter
@@ -310,66 +305,10 @@ def test_everything_else_is_copied(tiny: Path, tmp_path: Path) -> None:
     assert changed == {name for name in before if "dense_4h_to_h" in name}
 
 
-def test_the_native_form_needs_no_code_of_duoka(tiny: Path, tmp_path: Path) -> None:
-    base = Checkpoint.open(tiny)
-    adapter = trained_adapter(base, TARGETS["chatglm"])
-    write_merged(tmp_path / "merged", base, adapter=adapter, names="native")
-    stored = load_file(tmp_path / "merged" / "model.safetensors")
-    plain, info = GlmForCausalLM.from_pretrained(
-        tmp_path / "merged", dtype=torch.float32, output_loading_info=True
-    )
-    assert set(stored) == set(plain.state_dict())
-    assert not any(info.values())
-    assert close(logits(plain), beside(base, adapter))
-    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")) is GlmForCausalLM
-    assert close(logits(load(tmp_path / "merged")), beside(base, adapter))
-
-
-CHAT = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "多卡 works,\ndoes it?"},
-    {"role": "assistant", "content": "Yes."},
-    {"role": "user", "content": "On 2 GPUs?"},
-]
-
-
-@pytest.mark.parametrize(
-    ("model", "tokenizer"),
-    [
-        ("chatglm3-6b-tiny", "chatglm3-6b"),
-        pytest.param("glm-4-9b-tiny", "glm-4-9b-chat", marks=pytest.mark.slow),
-    ],
-)
-def test_the_native_form_has_a_tokenizer_that_writes_chats(
-    model: str, tokenizer: str, published_data: Path, shared_data: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(published_data / "reference" / model, tmp_path / "base")
-    for file in (shared_data / "tokenizers" / tokenizer).iterdir():
-        shutil.copy(file, tmp_path / "base")
-    base = Checkpoint.open(tmp_path / "base")
-    write_merged(tmp_path / "merged", base, names="native")
-    plain = AutoTokenizer.from_pretrained(tmp_path / "merged")
-    text = CHAT[1]["content"]
-    assert plain.decode(plain(text)["input_ids"], skip_special_tokens=True) == text
-    form = chat_format(tokenizer_of(base), base.config)
-    expected = form.prompt(
-        [ChatMessage(role=cast(Role, m["role"]), content=m["content"]) for m in CHAT]
-    )
-    ids = plain.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
-    assert ids == expected
-
-
-def test_what_has_no_native_form_is_refused(published_data: Path, tmp_path: Path) -> None:
-    base = Checkpoint.open(published_data / "reference" / "chatglm3-6b-128k-tiny")
-    with pytest.raises(UsageError, match=r"no native form: .* lacks its query scaling"):
-        write_merged(tmp_path / "merged", base, names="native")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_others_may_read_it_as_the_umask_says(tiny: Path, tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        write_merged(tmp_path / "merged", Checkpoint.open(tiny), names="native")
+        write_merged(tmp_path / "merged", Checkpoint.open(tiny))
     finally:
         os.umask(before)
     for file in (tmp_path / "merged").iterdir():

@@ -122,7 +122,6 @@ def test_they_are_written_and_read(tmp_path: Path, llama: Path, options: Any) ->
         ({"batch": "8"}, "batch is '8'; it must be an integer"),
         ({"keep": True}, "keep is True; it must be an integer"),
         ({"batch": None}, "batch is None; it must be an integer"),
-        ({"seed": 2**32}, "seed is 4294967296; it must be at most 4294967295"),
         *(
             ({"lr": rate}, f"lr is {rate}; it must be a positive number")
             for rate in (-1e-4, inf, nan, "1e-4", True)
@@ -137,7 +136,6 @@ def test_they_are_written_and_read(tmp_path: Path, llama: Path, options: Any) ->
         ({"method": "dora"}, "method 'dora' is unknown"),
         ({"train_on": "first"}, "train_on 'first' is unknown"),
         ({"lr_schedule": "step"}, "lr_schedule 'step' is unknown"),
-        ({"names": "theirs"}, "names 'theirs' is unknown"),
         ({"optimizer": "adam"}, "optimizer 'adam' is unknown"),
         ({"schedule": "zb"}, "schedule 'zb' is unknown"),
         ({"dtype": "fp8"}, "dtype 'fp8' is unknown"),

@@ -44,9 +44,7 @@ _INPUTS = (Mapping, tuple, list, torch.Tensor)
 _SPLIT_BY_BYTES = (
     "the model can't be planned; its modules were assigned to the devices by their size in bytes"
 )
-_NO_PICTURE = (
-    "the model takes images, and none was given: add --image 1120x1120 (images=[(1120, 1120)])"
-)
+_NO_PICTURE = "the model takes images, and none was given: add --images 1 (images=[(1024, 1024)])"
 _UNTRACED = "the modules that must stay whole on one device are unknown"
 
 Inputs = Mapping[str, Any] | tuple[Any, ...] | Callable[[nn.Module], Any]

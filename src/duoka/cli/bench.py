@@ -35,7 +35,6 @@ class BenchOptions(OptionGroup):
     """Options of `duoka bench`."""
 
     forecast: bool = flag("Run nothing; print the forecast of each deployment.")
-    cpu: bool = flag("Also run the model on the CPU.")
     calibrate: bool = flag(
         "Measure each GPU's memory overhead, memory bandwidth, matrix throughput, kernel launch "
         "time and links, and the bandwidth of host memory, and save the results for later plans. "
@@ -72,7 +71,7 @@ def bench(
 
     [bold]duoka bench[/] ./glm-4-9b-chat --gpus 2xRTX3090 --quantize int8 --forecast
 
-    [bold]duoka bench[/] ./chatglm3-6b --gpus "virtual:3x16GiB" --cpu
+    [bold]duoka bench[/] ./chatglm3-6b --gpus "virtual:3x16GiB"
 
     [bold]duoka bench[/] --calibrate
 
@@ -85,7 +84,7 @@ def bench(
         bench_deployments(choice, options, model)
     elif choice.calibrate:
         beside, hint = "--calibrate, which measures the machine only", "also give a MODEL"
-        choice.refuse("quantize", "cache", "forecast", "cpu", beside=beside, hint=hint)
+        choice.refuse("quantize", "cache", "forecast", beside=beside, hint=hint)
         options.refuse("context", "new_tokens", "sequences", "dtype", beside=beside, hint=hint)
         model.refuse("revision", beside=beside, hint=hint)
         _calibrate(options.gpus, choice.json)
@@ -99,7 +98,7 @@ def _bench_quality(
 ) -> None:
     """Measure the perplexity with and without quantization, and print it."""
     hint = "use `duoka bench MODEL` without it to compare deployments"
-    choice.refuse("forecast", "cpu", "calibrate", beside="--quality", hint=hint)
+    choice.refuse("forecast", "calibrate", beside="--quality", hint=hint)
     options.refuse("new_tokens", "sequences", beside="--quality", hint=hint)
     if model.model is None:
         raise UsageError("no model was given", hint="give it after the file: --quality FILE MODEL")

@@ -27,7 +27,7 @@ from duoka.report.terminal.words import format_place
 from . import planning
 from .errors import NOT_OK
 from .groups import OptionGroup, flag, option, with_groups
-from .options import IMAGE_SIZE, PLANNING, ModelOptions, NamesOption, PlanOptions, picture_size
+from .options import IMAGE_SIZE, PLANNING, ModelOptions, NamesOption, PlanOptions, parse_pixels
 from .terminal import check_file, note, print_json, stdout, working, write_file
 from .training_options import TrainingOptions
 
@@ -41,22 +41,17 @@ _THEME = "ansi_dark"
 _fix = partial(flag, panel="Fixing")
 # Fields of the option groups that `duoka check` has.
 _PLAN = ("gpus", "plan_file", "device_map", "context", "new_tokens", "batch", "dtype", "quantize")
-_RUN = "train", "lora_rank", "lora_target", "gradient_checkpointing", "image"
+_RUN = "train", "lora_rank", "lora_target", "gradient_checkpointing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRun(TrainingOptions):
-    """Options of the training and the images to check the model with."""
+    """Options of the training to check the model with."""
 
     train: str | None = option(
         "METHOD",
         "Run loss and backward instead of prefill and decode steps: for every parameter (full, "
         "the default of --train) or for adapters (lora).",
-        panel=PLANNING,
-    )
-    image: list[str] | None = option(
-        "WxH|FILE",
-        "An image in the prompt, by size (1120x1120) or as a file; repeatable.",
         panel=PLANNING,
     )
 
@@ -214,9 +209,11 @@ def check(
     fixes.check()
     output.check()
     how_to_train = run.read()
-    sizes = [options.image_size or IMAGE_SIZE] * (options.images or 0)
-    images = [picture_size(text) for text in (*(run.image or ()), *sizes)]
-    if options.images:  # `duoka.check` gets `images`, and plans for them
+    images = [parse_pixels(options.image_size or IMAGE_SIZE)] * (options.images or 0)
+    if images:  # `duoka.check` gets `images`, and plans for them
+        from duoka.base.images import refuse_size
+
+        refuse_size(*images[0])
         options = replace(options, images=None, image_size=None)
     arguments = _check_arguments(model, options, how_to_train)
     with working():

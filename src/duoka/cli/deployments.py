@@ -45,7 +45,7 @@ def bench_deployments(choice: BenchOptions, options: PlanOptions, model: ModelOp
         from duoka.tools.bench.deployments import plan_deployments
 
         forms = ["none", *(read_quantization(name, QUANTIZED) for name in choice.quantize or ())]
-        bench = plan_deployments(checkpoint, request, fleet, forms, with_cpu=choice.cpu)
+        bench = plan_deployments(checkpoint, request, fleet, forms)
     if not runs:
         _report(bench, as_json=choice.json)
         return

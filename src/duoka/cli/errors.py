@@ -204,10 +204,7 @@ def _print_usage(error: Any, arguments: Sequence[str]) -> None:
 
 def _show_traceback(error: BaseException) -> None:
     """Print the traceback of an error, without secrets and control characters."""
-    try:
-        text = "".join(traceback.format_exception(error))
-    except (RecursionError, MemoryError):  # too many chained causes to format
-        text = "".join(traceback.format_exception_only(error))
+    text = "".join(traceback.format_exception(error))
     sys.stderr.write(printable(redact(text)))
 
 

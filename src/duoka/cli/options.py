@@ -269,21 +269,6 @@ def parse_pixels(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def picture_size(text: str) -> tuple[int, int]:
-    """Return (width, height) in pixels of an image, given as "WIDTHxHEIGHT" or as a file."""
-    from duoka.base.images import read_image, refuse_size
-
-    if _PIXELS_PATTERN.fullmatch(text.strip()):
-        size = parse_pixels(text)
-        refuse_size(*size)
-        return size
-    try:
-        return read_image(Path(text)).size
-    except UsageError as error:
-        hint = "write width and height in pixels, such as 1120x1120, or give a file"
-        raise UsageError(str(error), hint=hint) from error
-
-
 def read_stdin(*, line: bool = False) -> str:
     """Read the whole standard input, or with `line` its next line ("" at the end)."""
     with reading("the standard input", hint="give text in UTF-8"):

@@ -20,7 +20,7 @@ def plot(
         Path | None, typer.Option(metavar="FILE", help="Output file; by default in RUN.")
     ] = None,
 ) -> None:
-    """Plot a run of `duoka tune`: loss, speed, and memory of each GPU beside the forecast.
+    """Plot the loss and the speed of a run of `duoka tune`.
 
     [bold]duoka plot[/] run
     """

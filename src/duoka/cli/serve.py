@@ -77,9 +77,6 @@ class ServeOptions(OptionGroup):
     engine_arg: list[str] | None = option(
         "ARGUMENT", "Additional argument for vLLM. Repeatable.", panel=_VLLM
     )
-    nodes: str | None = option(
-        "ADDRESS=GPUS,…", "The machines of the plan, this one first.", panel=_VLLM
-    )
 
     def address(self) -> Address:
         """Return the address to listen on; UsageError for a public address without an API key."""
@@ -123,7 +120,7 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
     if choose("engine", server.engine or "duoka", _ENGINES) == "vllm":
         _serve_with_vllm(server, options, model)
         return
-    vllm_options = "engine_python", "engine_arg", "nodes"
+    vllm_options = "engine_python", "engine_arg"
     server.refuse(*vllm_options, beside="duoka's own engine", hint="add --engine vllm")
     for module in ("fastapi", "uvicorn", "prometheus_client"):
         require_package(module, "serve", "the server needs")
@@ -214,7 +211,7 @@ def _serve_on_ray(
 
 def _serve_with_vllm(server: ServeOptions, options: PlanOptions, model: ModelOptions) -> None:
     """Start vLLM with the plan's stages, and end with vLLM's exit code."""
-    from duoka.serve.vllm import VllmOptions, parse_nodes, serve_with_vllm
+    from duoka.serve.vllm import VllmOptions, serve_with_vllm
 
     beside, hint = "--engine vllm", "omit one of them"
     names = "adapter", "max_queue", "allow_image_urls", "cluster"
@@ -233,14 +230,10 @@ def _serve_with_vllm(server: ServeOptions, options: PlanOptions, model: ModelOpt
         name=server.name,
         api_key=address.key,
         trust_remote_code=model.trust_remote_code,
-        nodes=parse_nodes(server.nodes) if server.nodes else (),
         arguments=tuple(server.engine_arg or ()),
     )
     plan = planning.find_plan(model, _with_paged_cache(options), to_run=True)[0]
-    if not chosen.nodes:
-        plan = plan.on_this_machine()
-
-    code = serve_with_vllm(plan, chosen, note)
+    code = serve_with_vllm(plan.on_this_machine(), chosen, note)
     if code:
         raise typer.Exit(code)
 

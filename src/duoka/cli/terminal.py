@@ -169,10 +169,6 @@ def write_file(file: Path, text: str) -> None:
     try:
         write_whole(file, text)
     except OSError as error:
-        if error.errno == errno.EINVAL:  # a pipe or a device
-            raise UsageError(
-                f"{str(file)!r} can't be written: {error.strerror}", hint=_HINT
-            ) from error
         error.filename = error.filename or str(file)  # errors of write() have no file name
         raise
     note(f"saved to {file}")

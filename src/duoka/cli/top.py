@@ -16,14 +16,13 @@ from . import signals
 from .groups import with_groups
 from .terminal import print_json, stdout
 
+_REFRESH_SECONDS = 1.0  # as often as processes publish their memory
+
 
 @with_groups
 def top(
     once: Annotated[bool, typer.Option("--once", help="Print one snapshot and exit.")] = False,
     json: Annotated[bool, typer.Option("--json", help="With --once, print JSON.")] = False,
-    interval: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Seconds between refreshes.")
-    ] = 1.0,
 ) -> None:
     """Watch every GPU: memory by process and kind beside the forecast, and activity.
 
@@ -33,10 +32,6 @@ def top(
     """
     if json and not once:
         raise UsageError("--json prints one snapshot", hint="add --once")
-    if not 0.1 <= interval <= 86400:
-        raise UsageError(
-            f"--interval {interval:g} is out of range", hint="use 0.1 to 86400 seconds"
-        )
     from duoka.tools.top.show import View
     from duoka.tools.top.snapshot import Monitor
 
@@ -54,6 +49,6 @@ def top(
             ):
                 while True:
                     screen.update(View(snapshot, " · Ctrl-C quits"), refresh=True)
-                    time.sleep(interval)
+                    time.sleep(_REFRESH_SECONDS)
                     snapshot = monitor.look()
             signals.forget()

@@ -158,12 +158,6 @@ class TuneOptions(OptionGroup):
         "STEPS", "Steps between evaluations of --eval; the last step is always evaluated.", min=1
     )
     merge: bool = _run_flag("Merge the adapter and write a whole checkpoint.")
-    names: str | None = _run(
-        "WHOSE",
-        "Parameter names in the result: original (the default, those of the checkpoint) or "
-        "native (transformers).",
-        values=("original", "native"),
-    )
     config: Path | None = _run(
         "FILE",
         "A TOML file with any of these options, such as batch = 16.",

@@ -26,8 +26,6 @@ from .terminal import explain
 from .terminal.plan import plan_facts, plan_title, render_seconds, unplanned_bytes
 from .terminal.words import without_prefix
 
-_MAX_CELLS = 1200
-
 
 def render_page(plan: Plan, explanation: Explanation | None = None) -> str:
     """Return the page of a plan as HTML, with the reasons of an explanation if given."""
@@ -129,7 +127,7 @@ def _cells(plan: Plan, device: str, main: str | None) -> Iterator[dict[str, Any]
     """Yield a cell for each module of a device; a layer of the list `main` is only a number."""
     names = [name for name, at in plan.placement.entries if at == device]
     offloaded = frozenset(plan.offloaded)
-    for name in names[:_MAX_CELLS]:
+    for name in names:
         at = layer_of(name)
         is_layer = at is not None and name == f"{main}.{at[1]}"
         is_away = name in offloaded
@@ -138,13 +136,6 @@ def _cells(plan: Plan, device: str, main: str | None) -> Iterator[dict[str, Any]
             + " ↑" * is_away,
             "title": f"{name}, weights in CPU memory" if is_away else name,
             "is_away": is_away,
-        }
-    num_hidden = len(names) - _MAX_CELLS
-    if num_hidden > 0:
-        yield {
-            "text": f"and {num_hidden} more",
-            "title": "modules not shown",
-            "is_away": False,
         }
 
 

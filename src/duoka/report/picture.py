@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 _INCHES_WIDE = 8.0
 BLUE, ORANGE = "#2f6db5", "#d9822b"
 _DOTS_PER_INCH = 150
-# Distance from the middle of a row to the edge of its bar, and to the end of its mark.
-_HALF_BAR, _HALF_MARK = 0.25, 0.38
 
 
 def new_figure(inches: Sequence[float]) -> tuple[Figure, list[Axes]]:
@@ -37,27 +35,6 @@ def new_figure(inches: Sequence[float]) -> tuple[Figure, list[Axes]]:
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     return figure, list(axes)
-
-
-def draw_bars(
-    axes: Axes,
-    labels: Sequence[str],
-    measured: Sequence[float],
-    forecasts: Sequence[float],
-) -> None:
-    """Draw a row per label: a bar for the measurement, a mark for the forecast.
-
-    NaN draws no bar or no mark. `names` are the legend labels of bars and marks.
-    """
-    rows = range(len(labels))
-    axes.barh(rows, measured, height=2 * _HALF_BAR, color=BLUE, label="measured peak")
-    lows = [row - _HALF_MARK for row in rows]
-    highs = [row + _HALF_MARK for row in rows]
-    label = "forecast for sequences of full length"
-    axes.vlines(forecasts, lows, highs, color=ORANGE, linewidth=3, label=label)
-    axes.set_yticks(rows, labels)
-    largest = max((value for value in (*measured, *forecasts) if value == value), default=0.0)
-    axes.set(xlim=(0, 1.1 * largest or 1.0), ylim=(len(labels) - 0.5, -0.5))
 
 
 def save_picture(figure: Figure, file: Path) -> Path:

@@ -7,11 +7,9 @@ become notifications.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,14 +17,13 @@ from urllib.parse import quote
 
 from duoka.base.units import format_bytes
 
-from .check_report import CallSite, CheckReport, Fault, Operand, Place
+from .check_report import CheckReport, Fault, Operand, Place
 from .terminal.words import describe_map_errors
 
 _SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 )
 _ROOT = "%SRCROOT%"
-_FINGERPRINT = "duokaFault/v1"
 _Json = dict[str, Any]
 
 
@@ -78,12 +75,11 @@ def dumps(report: CheckReport, root: str | os.PathLike[str] | None = None) -> st
 
 
 class _Log:
-    """Conversion of one report; `_seen` counts equal fingerprints."""
+    """Conversion of one report."""
 
     def __init__(self, report: CheckReport, root: Path) -> None:
         self._report = report
         self._root = root
-        self._seen: Counter[str] = Counter()
 
     def to_dict(self) -> _Json:
         run = {
@@ -124,7 +120,6 @@ class _Log:
                     **self._result(fault.kind, level, _message(fault, related), fault.place),
                     "occurrenceCount": max(fault.count, 1),
                     **_if_any(relatedLocations=related),
-                    **_if_any(codeFlows=[self._flow(fault.path)] if fault.path else []),
                 }
         for peak in self._report.memory:
             if peak.overflows and peak.place is not None:
@@ -134,17 +129,16 @@ class _Log:
                     f"{'' if budget is None else f' of {format_bytes(budget)}'}: the peak is here, "
                     f"in {peak.phase}."
                 )
-                yield self._result("memory", "error", text, peak.place, f"memory {peak.device}")
+                yield self._result("memory", "error", text, peak.place)
 
-    def _result(self, rule: str, level: str, text: str, place: Place, key: str = "") -> _Json:
-        """Describe one fault or peak (§3.27); its fingerprint hashes `key`, by default the rule."""
+    def _result(self, rule: str, level: str, text: str, place: Place) -> _Json:
+        """Describe one fault or peak (§3.27)."""
         return {
             "ruleId": rule,
             "ruleIndex": _RULE_INDEX[rule],
             "level": level,
             "message": {"text": text},
             "locations": [self._location(place)],
-            "partialFingerprints": {_FINGERPRINT: self._fingerprint(key or rule, place)},
         }
 
     def _related_locations(self, fault: Fault) -> Iterator[_Json]:
@@ -160,20 +154,10 @@ class _Log:
         for number, (place, text) in enumerate(places.items(), 1):
             yield {"id": number, **self._location(place), "message": {"text": text}}
 
-    def _flow(self, path: Iterable[CallSite]) -> _Json:
-        """List the calls from the model to the fault (§3.36)."""
-        locations = [
-            self._location(call.place) | {"message": {"text": call.module or "the model"}}
-            for call in path
-        ]
-        return {"threadFlows": [{"locations": [{"location": step} for step in locations]}]}
-
     def _location(self, place: Place) -> _Json:
         """Describe a place as a SARIF location."""
         physical = {"artifactLocation": self._artifact(place.file), "region": _region(place)}
-        function = {"fullyQualifiedName": place.function, "kind": "function"}
-        logical = _if_any(logicalLocations=[function] if place.function else [])
-        return {"physicalLocation": physical, **logical}
+        return {"physicalLocation": physical}
 
     def _artifact(self, file: str) -> _Json:
         """Describe a file by its URI: relative to the root if the file is below the root."""
@@ -181,15 +165,6 @@ class _Log:
         if path.is_relative_to(self._root):
             return {"uri": quote(path.relative_to(self._root).as_posix()), "uriBaseId": _ROOT}
         return {"uri": path.as_uri()}
-
-    def _fingerprint(self, kind: str, place: Place) -> str:
-        """Hash the code of a fault, independent of its line number (§3.27.17)."""
-        artifact = self._artifact(place.file)
-        # The directory of a file outside of the root differs between machines.
-        file = artifact["uri"] if "uriBaseId" in artifact else Path(place.file).name
-        key = "\n".join((kind, file, place.function, "".join(place.text.split())))
-        self._seen[key] += 1  # numbers equal texts in one function
-        return hashlib.sha256(f"{key}\n{self._seen[key]}".encode()).hexdigest()
 
 
 def _notification(level: str, text: str) -> _Json:

@@ -1,4 +1,4 @@
-"""Limits for hostile and slow clients, and the check of the API key, before a route runs."""
+"""Limits of requests, and the check of the API key, before a route runs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import hashlib
 import hmac
 import json
 import re
-import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from http import HTTPStatus
 from typing import Any
 
 from fastapi import Request, Response
@@ -18,7 +16,6 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from duoka.base.serialization import parse_json_object
 from duoka.errors import FormatError
@@ -27,10 +24,8 @@ from .errors import HttpError
 
 MOST_BODY_BYTES, MOST_HEADER_BYTES = 32 * 2**20, 64 * 2**10
 _MOST_MEMORY_BYTES = 512 * 2**20
-_MOST_CONNECTIONS = 1024
-# Time limits: for all headers of a request; for its body, plus a second for each 16 KiB received;
-# and for a client to take the buffered part of a response.
-_HEADER_SECONDS, _BODY_SECONDS, _TAKE_SECONDS = 15.0, 30.0, 30.0
+# Time limit for the body of a request, plus a second for each 16 KiB received.
+_BODY_SECONDS = 30.0
 _LEAST_BYTES_PER_SECOND = 16 * 2**10
 # Limits of JSON, checked before parsing: nesting depth (the deepest schemas have a few dozen
 # levels), number of objects and lists, number of commas.
@@ -221,92 +216,6 @@ def parse_json(body: bytes) -> dict[str, Any]:
         text = str(error) if isinstance(error, FormatError) else f"the body is not UTF-8: {error}"
         raise HttpError(400, text, param="body") from None
     return value
-
-
-class TimedProtocol(H11Protocol):
-    """HTTP/1.1 with time limits for receiving headers and for sending a response."""
-
-    # uvicorn has no such limits. Two timers abort the connection:
-    #   "headers" runs from the connection's start, or the first bytes after a response, until the
-    #             headers of a request are complete;
-    #   "answer"  runs while the transport's buffer is full, or holds the rest of a response.
-    # `Gate._read_body` limits the time for the body.
-
-    def connection_made(self, transport: Any) -> None:
-        """See `asyncio.Protocol`."""
-        super().connection_made(transport)
-        self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._start_timer("headers", _HEADER_SECONDS, transport.abort)
-        if len(self.connections) > _MOST_CONNECTIONS:
-            text = f"{_MOST_CONNECTIONS} connections are open"
-            self._refuse(HttpError(503, text, code="overloaded", retry_after=5))
-
-    def send_400_response(self, msg: str) -> None:
-        """See uvicorn: called if h11 refuses a request; status 431 for too long headers."""
-        error = sys.exception()
-        self._refuse(HttpError(getattr(error, "error_status_hint", 400), f"{msg} {error}"))
-
-    def _refuse(self, error: HttpError) -> None:
-        """Send an error when no request has been parsed, and close the connection."""
-        body = json.dumps(error.body).encode()
-        headers = {"Connection": "close", "Content-Length": len(body), **error.headers}
-        lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
-        head = "\r\n".join([*lines, "Content-Type: application/json", "", ""])
-        self.transport.write(head.encode() + body)
-        self.transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
-        for name in list(self._timers):
-            self._stop_timer(name)
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
-        super().data_received(data)
-        if self._is_answering:
-            self._stop_timer("headers")
-        elif "headers" not in self._timers:  # uvicorn's keep-alive timer ends with the first byte
-            self._start_timer("headers", _HEADER_SECONDS, self.transport.abort)
-
-    def pause_writing(self) -> None:
-        """See `asyncio.Protocol`."""
-        super().pause_writing()
-        self._start_timer("answer", _TAKE_SECONDS, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        """See `asyncio.Protocol`."""
-        self._stop_timer("answer")
-        super().resume_writing()
-
-    def on_response_complete(self) -> None:
-        """See uvicorn."""
-        super().on_response_complete()
-        if self.transport.get_write_buffer_size() and "answer" not in self._timers:
-            self._start_timer("answer", _TAKE_SECONDS, self._abort_untaken)
-
-    def _abort_untaken(self) -> None:
-        """Abort the connection if the client hasn't taken the rest of a response."""
-        self._stop_timer("answer")
-        if self.transport.get_write_buffer_size() and not self._is_answering:
-            self.transport.abort()
-
-    @property
-    def _is_answering(self) -> bool:
-        """True while a response is in progress."""
-        return self.cycle is not None and not self.cycle.response_complete
-
-    def _start_timer(self, name: str, seconds: float, action: Callable[[], object]) -> None:
-        """Start, or restart, the timer with this name."""
-        self._stop_timer(name)
-        self._timers[name] = self.loop.call_later(seconds, action)
-
-    def _stop_timer(self, name: str) -> None:
-        """Stop the timer with this name, if it runs."""
-        timer = self._timers.pop(name, None)
-        if timer is not None:
-            timer.cancel()
 
 
 def _check_content_type(content_type: str) -> None:

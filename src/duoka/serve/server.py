@@ -17,7 +17,7 @@ from duoka.workers.signals import handle_signals
 
 from .address import Address, format_url
 from .app import make_app
-from .limits import MOST_HEADER_BYTES, TimedProtocol
+from .limits import MOST_HEADER_BYTES
 from .pool import EngineFailure, EnginePool
 from .service import Service
 
@@ -25,6 +25,7 @@ from .service import Service
 # cut off to be sent.
 _DRAIN_SECONDS, _CUT_SECONDS = 120, 5
 _POLL_SECONDS = 0.1
+_MOST_CONNECTIONS = 1024
 
 
 class _Server(uvicorn.Server):
@@ -91,7 +92,7 @@ def config(service: Service, address: Address) -> uvicorn.Config:
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     return uvicorn.Config(
         make_app(service, key=address.key, is_local=address.is_local and address.key is None),
-        http=TimedProtocol,
+        http="h11",
         ws="none",
         lifespan="off",
         log_config=None,
@@ -99,6 +100,7 @@ def config(service: Service, address: Address) -> uvicorn.Config:
         server_header=False,
         # Read headers up to twice the limit, so that `Gate` can answer them with an error.
         h11_max_incomplete_event_size=2 * MOST_HEADER_BYTES,
+        limit_concurrency=_MOST_CONNECTIONS,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=_DRAIN_SECONDS + 3 * _CUT_SECONDS,
     )

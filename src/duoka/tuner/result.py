@@ -10,54 +10,40 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from functools import partial
-from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import GlmConfig
 
 from duoka.base.files import set_new_mode, whole_directory, write_whole
 from duoka.base.progress import say
-from duoka.checkpoint.architecture import CHATGLM
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import LoadError, UsageError
 from duoka.forecast.workload import Workload
 from duoka.models.boxes import TensorCopy
-from duoka.models.build import resolve
 from duoka.models.conversion import Recipe, plan_tensors
-from duoka.models.from_checkpoint import build_model, tokenizer_of
+from duoka.models.from_checkpoint import build_model
 from duoka.models.lora import LoraAdapter, published_form, put_adapter
-from duoka.models.text.prompts import ChatGLM3Format, GLM4Format, chat_format
 from duoka.runtime.load.sources import Reader, Source, list_sources
 
-from .settings import KeyNames
 from .write_errors import name_write_errors
 
 _WRITE_HINT = "free disk space, get the permission, or use another directory"
 _SHARD_BYTES = 5 * 10**9
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
 
-# Template of a chat without tools, as `prompts` writes it. BEGIN and ROLE stand for the texts of
-# `_AROUND_ROLES`: at the beginning of the chat, and after each role.
-_TEMPLATE = (
-    "BEGIN{% for message in messages %}<|{{ message['role'] }}|>ROLE{{ message['content'] }}"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-_AROUND_ROLES: dict[type, tuple[str, str]] = {
-    ChatGLM3Format: ("[gMASK]sop", "\n "),
-    GLM4Format: ("[gMASK]<sop>", "\n"),
-}
-
 
 def write_adapter(
-    directory: Path, adapter: LoraAdapter, base: Checkpoint, *, names: KeyNames = "native"
+    directory: Path,
+    adapter: LoraAdapter,
+    base: Checkpoint,
+    *,
+    names: Literal["original", "native"] = "native",
 ) -> None:
     """Write an adapter, given in native form, in peft's format into a new directory.
 
@@ -141,15 +127,12 @@ def write_merged(
     *,
     adapter: LoraAdapter | None = None,
     parameters: Mapping[str, Tensor] | None = None,
-    names: KeyNames = "original",
 ) -> None:
     """Write a copy of the published checkpoint with trained parameters into a new directory.
 
     The adapter, in native form, is added to the weights in float32, and the sum is rounded to their
-    dtype; `parameters`, by their names in the model, replace the published values. With the names
-    "original", tensors and settings are named as published, and every other file is copied. With
-    "native", a ChatGLM checkpoint gets the names of transformers' `GlmForCausalLM`, which needs no
-    remote code; other checkpoints are written as published.
+    dtype; `parameters`, by their names in the model, replace the published values. Tensors are
+    named as published, and every other file is copied.
 
     Raises UsageError for an unsuitable checkpoint, LoadError for parameters of another model, and
     MachineError if the directory can't be written. After an error no files are left.
@@ -159,7 +142,6 @@ def write_merged(
             f"{base.name} was published quantized; adapters can't be merged into such weights",
             hint="load it with the adapter, or merge into the 16-bit model",
         )
-    is_native = names == "native" and base.config.get("model_type") == CHATGLM
     model = build_model(base, Workload(dtype="float32"))
     sources = list_sources(base)
     recipe = plan_tensors(model, {name: source.shape for name, source in sources.items()})
@@ -171,9 +153,8 @@ def write_merged(
         Reader() as reader,
         torch.no_grad(),
     ):
-        (_write_native_files if is_native else _copy_other_files)(place, base)
-        outputs = _native_outputs if is_native else _published_outputs
-        _write_shards(place, outputs(recipe, sources, changes, reader))
+        _copy_other_files(place, base)
+        _write_shards(place, _published_outputs(recipe, sources, changes, reader))
 
 
 class _Changes:
@@ -273,25 +254,6 @@ def _published_outputs(
     return {name: _Output(sources[name].num_bytes, partial(compute, name)) for name in names}
 
 
-def _native_outputs(
-    recipe: Recipe, sources: Mapping[str, Source], changes: _Changes, reader: Reader
-) -> dict[str, _Output]:
-    """Return the parameters of a ChatGLM model, by name; each is a part of a published tensor."""
-
-    def compute(piece: TensorCopy) -> Tensor:
-        tensor = piece.orient(reader.read(sources[piece.source])[piece.source_slices]).clone()
-        if piece.target in changes:
-            changes.apply(piece, tensor)
-        return tensor
-
-    outputs = {}
-    for piece in recipe.pieces:
-        size = prod(stop - start for start, stop in piece.target_box)
-        num_bytes = size * sources[piece.source].dtype.itemsize
-        outputs[piece.target] = _Output(num_bytes, partial(compute, piece))
-    return outputs
-
-
 # ── files ──
 
 
@@ -303,32 +265,6 @@ def _copy_other_files(directory: Path, base: Checkpoint) -> None:
             target = directory / name
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(base.folder.fetch(name), target)
-
-
-def _write_native_files(directory: Path, base: Checkpoint) -> None:
-    """Write the settings and tokenizer of a ChatGLM checkpoint in the form of `GlmForCausalLM`."""
-    assert base.folder is not None, "it has weights"
-    parsed: Any = resolve(base.config)[0]
-    if getattr(parsed, "vision_config", None) or parsed.query_length_scaling:
-        raise UsageError(
-            f"{base.name} has no native form: transformers' GlmForCausalLM lacks its "
-            + ("vision tower" if getattr(parsed, "vision_config", None) else "query scaling"),
-            hint="use its original names",
-        )
-    settings = {field.name: getattr(parsed, field.name) for field in fields(GlmConfig)}
-    GlmConfig(**settings | {"architectures": ["GlmForCausalLM"]}).save_pretrained(directory)
-    if base.generation_config is not None:
-        name = "generation_config.json"
-        shutil.copyfile(base.folder.fetch(name), directory / name)
-    if any(name.startswith("tokenizer") for name in base.folder.names()):
-        tokenizer: Any = tokenizer_of(base)
-        affixes = _AROUND_ROLES.get(type(chat_format(tokenizer, base.config)))
-        if affixes is not None:
-            begin, after_role = affixes
-            template = _TEMPLATE.replace("BEGIN", begin).replace("ROLE", after_role)
-            tokenizer.chat_template = template
-            tokenizer.split_special_tokens = False  # the template's roles must become tokens
-        tokenizer.save_pretrained(directory)
 
 
 def _write_shards(directory: Path, outputs: Mapping[str, _Output]) -> None:

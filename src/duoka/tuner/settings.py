@@ -29,11 +29,9 @@ from .learning_rate import Decay, rate_factor
 
 TuneMethod = Literal["lora", "qlora", "full"]
 TrainOn = Literal["all", "last"]
-KeyNames = Literal["original", "native"]
 _SEQ_LENGTH = 2048
 _RATES: dict[TuneMethod, float] = {"lora": 1e-4, "qlora": 1e-4, "full": 1e-5}
 _WARMUP_SHARE = 0.03
-_LARGEST_SEED = 2**32 - 1  # torch's CPU generator uses only 32 bits of a seed
 # The minimum of each integer setting; those in `_OPTIONAL` may be None.
 _MINIMA = {
     **dict.fromkeys(("seq_length", "batch", "micro_batch", "epochs", "steps", "keep"), 1),
@@ -42,8 +40,7 @@ _MINIMA = {
 }
 _OPTIONAL = ("seq_length", "steps", "warmup", "lora_alpha")
 _CHOICES = {
-    "method": TuneMethod, "train_on": TrainOn, "lr_schedule": Decay, "names": KeyNames,
-    "experts": Experts,
+    "method": TuneMethod, "train_on": TrainOn, "lr_schedule": Decay, "experts": Experts,
 }  # fmt: skip
 
 
@@ -103,8 +100,6 @@ class TuneSettings:
         Number of checkpoints to keep.
     merge : bool
         Write a merged checkpoint at the end instead of an adapter.
-    names : {"original", "native"}
-        Names of tensors in the result: as published, or as in transformers' class.
 
     Raises
     ------
@@ -143,7 +138,6 @@ class TuneSettings:
     eval_every: int = 0
     keep: int = 2
     merge: bool = False
-    names: KeyNames = "original"
 
     def __post_init__(self) -> None:
         plain: dict[str, Any] = {
@@ -166,11 +160,6 @@ class TuneSettings:
                 f"a batch of {self.batch} is not divisible into micro-batches of "
                 f"{self.micro_batch}",
                 hint=f"use a multiple of {self.micro_batch}",
-            )
-        if self.seed > _LARGEST_SEED:
-            raise UsageError(
-                f"seed is {self.seed}; it must be at most {_LARGEST_SEED}",
-                hint="use a smaller number",
             )
         self._training(self.lora_target)  # refuses invalid values
 

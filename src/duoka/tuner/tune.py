@@ -242,7 +242,7 @@ def _finish_run(directory: RunDirectory, stopped_by: int | None = None) -> TuneR
 def _write_result(directory: RunDirectory, run: TuneJob, steps: int) -> Path:
     """Write the adapter or the merged model of the last checkpoint; return its directory."""
     say("writing the result")
-    checkpoint, workload, names = run.checkpoint(), run.plans[0].workload, run.settings.names
+    checkpoint, workload = run.checkpoint(), run.plans[0].workload
     trained = SavedParameters(TrainingCheckpoints(directory.checkpoints, {}).path(steps))
     training = workload.training
     assert training is not None, "the plan is for training"
@@ -259,9 +259,9 @@ def _write_result(directory: RunDirectory, run: TuneJob, steps: int) -> Path:
     with directory.new_result(name) as path:
         if adapter is None or is_merged:
             parameters = trained if adapter is None else None
-            write_merged(path, checkpoint, adapter=adapter, parameters=parameters, names=names)
+            write_merged(path, checkpoint, adapter=adapter, parameters=parameters)
         else:
-            write_adapter(path, adapter, checkpoint, names=names)
+            write_adapter(path, adapter, checkpoint, names="original")
     return directory.path / name
 
 

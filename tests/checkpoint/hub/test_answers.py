@@ -91,7 +91,7 @@ def test_what_the_hub_tells_is_no_commit(hub: HubServer, commit: str) -> None:
 def test_another_commit_than_was_asked_for(hub: HubServer) -> None:
     hub.repos[NAME].revisions[other := "a" * 40] = COMMIT
     assert refused(lambda: Checkpoint.open(NAME, revision=other))[0] == (
-        f"{hub.url} reports commit {COMMIT} instead of {NAME}@{other}"
+        f"{hub.url} doesn't report the commit of {NAME}@{other}"
     )
 
 

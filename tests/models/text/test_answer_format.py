@@ -149,9 +149,6 @@ def test_the_chatglm_family(name: str, shared_data: Path) -> None:
     ("tools", "reason"),
     [
         ([{"name": "a b"}], "is not a valid tool name"),
-        ([{"name": "a"}, {"name": "a"}], "two tools"),
-        ([{"name": "a", "parameters": []}], "not a JSON schema"),
-        ([{"name": f"a{n}"} for n in range(129)], "at most 128"),
         ([{"name": 3}], "a tool must be an object"),
     ],
 )

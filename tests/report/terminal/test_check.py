@@ -36,7 +36,7 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize("width", [40, 72, 80, 200])
+@pytest.mark.parametrize("width", [60, 72, 80, 200])
 def test_everything_is_there_at_any_width(width: int, tmp_path: Path) -> None:
     text = printed(render_report(bad_report(tmp_path)), width)
     assert max(map(cell_len, text.splitlines())) <= width

@@ -23,7 +23,7 @@ from vllm_python import write_python
 
 from duoka.errors import MachineError, UsageError
 from duoka.planner.plan import Plan
-from duoka.serve.vllm import VllmOptions, launch, parse_nodes, serve_with_vllm
+from duoka.serve.vllm import VllmOptions, launch, serve_with_vllm
 
 pytestmark = pytest.mark.process
 
@@ -275,31 +275,6 @@ def test_its_environment_is_not_that_of_duokas_python(
     assert "/somewhere" not in environment["PYTHONPATH"]
     assert "VLLM_PP_LAYER_PARTITION" not in environment
     assert environment["CUDA_VISIBLE_DEVICES"] == "0"
-
-
-def test_two_machines_are_told_what_to_run(launched: Launch) -> None:
-    ran: list[subprocess.CompletedProcess[str]] = []
-
-    def run_the_other() -> None:
-        place = next(
-            place for place, line in enumerate(launched.lines) if line.startswith("run this on")
-        )
-        command = launched.lines[place + 1]
-        ran.append(
-            subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
-        )
-        send(signal.SIGTERM)()
-
-    launched.reactions[ANSWERS] = run_the_other
-    plan = served([20, 10, 6, 4])
-    nodes = parse_nodes("10.0.0.1=2,10.0.0.2=2")
-    assert launched.run(plan, behaviour={"gpus": 2}, nodes=nodes) == 0
-    assert ran[0].returncode == 0, ran[0].stderr
-    assert "INFO headless, rank 1 of 2" in ran[0].stdout
-    assert any(line.startswith("run this on 10.0.0.2") for line in launched.lines)
-    told = launched.recorded()
-    assert told["environment"]["CUDA_VISIBLE_DEVICES"] == "0,1"
-    assert (told["options"]["nnodes"], told["options"]["node_rank"]) == (2, 0)
 
 
 def test_a_python_that_isnt_there_or_has_no_vllm_is_told(

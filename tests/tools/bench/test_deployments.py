@@ -43,10 +43,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bench_on(model: Path) -> Callable[..., Bench]:
-    def bench_on(gpus: str, *forms: Any, with_cpu: bool = False) -> Bench:
+    def bench_on(gpus: str, *forms: Any) -> Bench:
         request = PlanRequest(workload=WORKLOAD, gpus=gpus)
         fleet, checkpoint = Fleet.parse(gpus), Checkpoint.open(model)
-        return plan_deployments(checkpoint, request, fleet, forms or ("none",), with_cpu=with_cpu)
+        return plan_deployments(checkpoint, request, fleet, forms or ("none",))
 
     return bench_on
 
@@ -58,20 +58,19 @@ def by_name(bench: Bench) -> dict[str, Deployment]:
 # ── which there are ──
 
 
-def test_one_gpu_each_number_of_them_copies_and_the_processor(
+def test_one_gpu_each_number_of_them_and_copies(
     bench_on: Callable[..., Bench],
 ) -> None:
-    bench = bench_on("virtual:RTX3090+2xRTX4090", with_cpu=True)
+    bench = bench_on("virtual:RTX3090+2xRTX4090")
     cases = by_name(bench)
-    assert list(cases) == ["1 GPU", "2 GPUs", "3 GPUs", "3 copies, 1 GPU each", "CPU"]
-    assert [case.num_devices for case in bench.deployments] == [1, 2, 3, 3, 1]
+    assert list(cases) == ["1 GPU", "2 GPUs", "3 GPUs", "3 copies, 1 GPU each"]
+    assert [case.num_devices for case in bench.deployments] == [1, 2, 3, 3]
     assert all(case.trouble == "" for case in bench.deployments)
     # The fastest ones; each copy has its part of the requests, and pages for these.
     assert cases["1 GPU"].plans[0].devices == ("vgpu:1",)
     assert {*cases["2 GPUs"].plans[0].devices} == {"vgpu:1", "vgpu:2"}
     assert [plan.workload.batch for plan in cases["3 copies, 1 GPU each"].plans] == [1, 1, 1]
     assert cases["1 GPU"].plans[0].workload.pages == 3 * 64 // 16
-    assert cases["CPU"].plans[0].devices == ("cpu",)
     for name in ("1 GPU", "3 GPUs"):
         assert None not in vars_of(cases[name].forecast)
     assert cases["1 GPU"].forecast.idle_share == 0 < cases["3 GPUs"].forecast.idle_share  # type: ignore[operator]
@@ -84,13 +83,12 @@ def vars_of(rates: Rates) -> list[float | None]:
 def test_a_command_serves_a_model_so(bench_on: Callable[..., Bench], model: Path) -> None:
     commands = {
         name: case.to_dict()["command"]
-        for name, case in by_name(bench_on("virtual:RTX3090+2xRTX4090", with_cpu=True)).items()
+        for name, case in by_name(bench_on("virtual:RTX3090+2xRTX4090")).items()
     }
     start, sizes = f"duoka serve {model} --gpus virtual:", "--context 64 --new-tokens 16"
     assert commands["2 GPUs"].startswith(f"{start}RTX4090+RTX4090 {sizes} --sequences 3")
     assert commands["3 copies, 1 GPU each"].startswith(f"{start}RTX3090+2xRTX4090 {sizes}")
     assert commands["3 copies, 1 GPU each"].endswith("--replicas 3")
-    assert commands["CPU"] is None
     (case,) = bench_on("virtual:RTX4090").deployments
     (plan,) = case.plans
     assert "--objective throughput" in case.to_dict()["command"]

@@ -53,16 +53,6 @@ def test_containers_of_both_versions(limit: str, used: str, unlimited: str, tmp_
     assert unknown.severity == "note"
 
 
-def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (missing,) = host.check_shared_memory(Facts(None, tmp_path))
-    assert missing.text == "/dev/shm is missing"
-    (tmp_path / "dev/shm").mkdir(parents=True)
-    monkeypatch.setattr(host, "_LOW_SHARED_BYTES", 2**62)
-    (small,) = host.check_shared_memory(Facts(None, tmp_path))
-    assert small.severity == "warning"
-    assert "--shm-size" in small.advice
-
-
 def test_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = requirements.version
     other = {"transformers": "4.30.2", "fastapi": "0.1"}

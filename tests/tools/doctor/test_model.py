@@ -1,9 +1,7 @@
-"""A checkpoint: whole or not, its hashes, and whether it fits."""
+"""A checkpoint: whole or not, and whether it fits."""
 
 from __future__ import annotations
 
-import hashlib
-import shutil
 from pathlib import Path
 
 import pytest
@@ -35,51 +33,17 @@ def opened(directory: Path) -> ModelFacts:
     return facts
 
 
-def weights_of(directory: Path) -> Path:
-    return next(directory.glob("*.safetensors"))
-
-
 def test_a_whole_one(checkpoint: Path) -> None:
     facts = facts_of(checkpoint)
     (whole,) = model.check_whole(facts)
     assert whole.severity == "ok"
     assert "of safetensors" in whole.text
-    (unknown,) = model.check_hashes(facts)
-    assert unknown.severity == "skipped"
-
-
-@pytest.mark.parametrize("of_cache", [False, True])
-def test_hashes_that_are_known(checkpoint: Path, tmp_path: Path, of_cache: bool) -> None:
-    copied = tmp_path / "models--a--b" / "snapshots" / "0"
-    shutil.copytree(checkpoint, copied)
-    file = weights_of(copied)
-    content = file.read_bytes()
-    digest = hashlib.sha256(content).hexdigest()
-    place = file
-    if of_cache:
-        place = copied.parents[1] / "blobs" / digest
-        place.parent.mkdir()
-        shutil.move(file, place)
-        file.symlink_to(place)
-    else:
-        metadata = copied / ".cache" / "huggingface" / "download" / f"{file.name}.metadata"
-        metadata.parent.mkdir(parents=True)
-        metadata.write_text(f"{'0' * 40}\n{digest}\n1.0\n")
-    (right,) = model.check_hashes(opened(copied))
-    assert (right.severity, right.text) == ("ok", "the hashes of 1 file match")
-    place.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    damaged = next(iter(model.check_hashes(opened(copied))))
-    assert (damaged.severity, damaged.text) == (
-        "error",
-        f"{file.name} differs from the published file",
-    )
 
 
 def test_a_config_alone(checkpoint: Path) -> None:
     facts = facts_of(checkpoint / "config.json")
     (alone,) = model.check_whole(facts)
     assert alone.severity == "note"
-    assert [*model.check_hashes(facts)] == []
 
 
 def test_whether_it_fits(checkpoint: Path) -> None:

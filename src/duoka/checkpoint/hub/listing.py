@@ -64,13 +64,10 @@ def query_listing(name: HubName) -> Listing:
         ),
     )
     commit = str(info.sha)
-    is_commit = COMMIT.fullmatch(commit)
-    if not is_commit or (COMMIT.fullmatch(name.revision) and commit != name.revision):
-        problem = (
-            f"reports commit {commit} instead of" if is_commit else "doesn't report the commit of"
-        )
+    is_other = COMMIT.fullmatch(name.revision) and commit != name.revision
+    if is_other or not COMMIT.fullmatch(commit):
         hint = "check that HF_ENDPOINT is the URL of a Hub"
-        raise CheckpointError(f"{endpoint()} {problem} {name}", hint=hint)
+        raise CheckpointError(f"{endpoint()} doesn't report the commit of {name}", hint=hint)
     files = {file.name: file for file in _select_files(info.siblings or ())}
     listing = Listing(commit=commit, files=files)
     for revision in {name.revision, commit}:

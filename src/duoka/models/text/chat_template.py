@@ -29,7 +29,6 @@ from .image_prompts import PromptImages, images_of
 from .messages import ChatMessage, Messages, Tools, tool_function
 from .tokenizer import special_id
 
-MOST_TEMPLATE_CHARACTERS = 1 << 18  # the longest published templates have some ten thousand
 _MOST_CHARACTERS = 1 << 24  # of a rendered chat; four times a million tokens of text
 _MOST_WHY_CHARACTERS = 500
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
@@ -339,17 +338,11 @@ def _parts(message: ChatMessage) -> list[dict[str, str]]:
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool) -> str:
-    """Return the tokenizer's template; raise CheckpointError for a missing or too long template."""
+    """Return the tokenizer's template; raise CheckpointError for a missing template."""
     try:
-        template = tokenizer.get_chat_template(tools=[{}] if has_tools else None)
+        return tokenizer.get_chat_template(tools=[{}] if has_tools else None)
     except ValueError as error:
         raise CheckpointError(f"the tokenizer has no usable chat template: {error}") from error
-    if len(template) > MOST_TEMPLATE_CHARACTERS:
-        raise CheckpointError(
-            f"the model's chat template has {len(template)} characters; "
-            f"at most {MOST_TEMPLATE_CHARACTERS} are read"
-        )
-    return template
 
 
 def _why(error: BaseException) -> str:

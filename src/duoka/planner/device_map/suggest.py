@@ -14,8 +14,6 @@ from itertools import pairwise
 
 from duoka.errors import Faults
 
-_LONGEST_COMPARED = 200
-_MOST_PATTERNS = 300  # limits the time for a hostile map: a comparison by letters takes long
 _LIKE, _ALMOST = 0.6, 0.85
 _MOST_SHOWN = 3
 _LONGEST_NAME = 120
@@ -50,12 +48,8 @@ class Finder:
 
     def search(self, name: str) -> Nearest:
         """Find the real names most similar to a name."""
-        if len(name) > _LONGEST_COMPARED:
-            return Nearest()
         pattern, numbers = _pattern(name.strip().strip("."))
         if pattern not in self._similar:
-            if len(self._similar) >= _MOST_PATTERNS:
-                return Nearest()
             self._similar[pattern] = self._find_patterns(pattern)
         similar = self._similar[pattern]
         names = dict.fromkeys(self._find_closest(real, numbers) for _, real in similar)

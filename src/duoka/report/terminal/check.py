@@ -36,7 +36,6 @@ _MOVED, _KEPT = "bold yellow", "cyan"
 _MAX_CALLS = 8
 _FIRST_CALLS, _LAST_CALLS = 2, 5
 _LONGEST_MODULE = 28
-_TABLE_COLUMNS = 72  # narrower terminals get a list instead of a table
 _HEADINGS = {"activations": "activ.", "gradients": "grads"}
 _MAX_SYNCS = 12
 _LONGEST_TEXT = 40
@@ -68,8 +67,7 @@ class _View:
         yield _verdict(report, ascii_only=options.ascii_only)
         if report.workload is not None:
             yield Text(" · ".join(workload_facts(report.workload)), style="dim")
-        is_wide = options.max_width >= _TABLE_COLUMNS
-        for part in (*_errors(report), *_render_faults(report), *_costs(report, is_wide=is_wide)):
+        for part in (*_errors(report), *_render_faults(report), *_costs(report)):
             yield ""
             yield part
         notes = [*report.notes, *([_ONE_DEVICE] if report.ok and len(report.devices) == 1 else [])]
@@ -316,11 +314,11 @@ def _render_followup(fault: Fault) -> Text:
     return Text.assemble(f"{words.describe_operation(fault)} at ", place, source)
 
 
-def _costs(report: CheckReport, *, is_wide: bool) -> Iterator[RenderableType]:
+def _costs(report: CheckReport) -> Iterator[RenderableType]:
     """Render memory, transfers and synchronizations, if any."""
     if report.memory:
-        peaks = _memory_table(report.memory) if is_wide else _memory_list(report.memory)
-        yield Group(*peaks, *(_peak_line(peak) for peak in report.memory if peak.place is not None))
+        lines = (_peak_line(peak) for peak in report.memory if peak.place is not None)
+        yield Group(*_memory_table(report.memory), *lines)
     if report.transfers:
         yield Group(Text("transfers per step", style="bold"), _render_transfers(report))
     if report.syncs:
@@ -346,17 +344,6 @@ def _memory_table(memory: Sequence[PeakMemory]) -> Iterator[RenderableType]:
         table.add_row(peak.device, *cells, style="bold red" if peak.overflows else "")
     yield Text.assemble(("peak memory", "bold"), f", in {unit}")
     yield table
-
-
-def _memory_list(memory: Sequence[PeakMemory]) -> Iterator[Text]:
-    """Render the peak memory as a list, for narrow terminals."""
-    yield Text("peak memory", style="bold")
-    for peak in memory:
-        budget = "" if peak.budget_bytes is None else f" of {format_bytes(peak.budget_bytes)}"
-        text = Text.assemble((peak.device, "bold red" if peak.overflows else "bold"))
-        for kind, size in (*peak.kinds.items(), ("allocated", peak.allocated_bytes)):
-            text.append(f"\n  {kind}: {format_bytes(size)}")
-        yield text.append(f"\n  reserved: {format_bytes(peak.reserved_bytes)}{budget}")
 
 
 def _peak_line(peak: PeakMemory) -> Text:

@@ -1,4 +1,4 @@
-"""Render a plan: a table and a bar for each GPU, readable without color and on narrow terminals."""
+"""Render a plan: a table and a bar for each GPU, readable without color."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from duoka.planner.room import cache_tokens, is_tight
 from .serving import render_serving
 from .words import modules_of, name_modules
 
-_TABLE_COLUMNS = 72  # narrower terminals get a list instead of a table
 _WIDEST_BAR = 60
 _OBJECTIVE_FACTS = {"given": "device map", "balance": "balanced", "order": "filled in order"}
 _SPEEDS = ("memory_bytes_per_second", "flops_per_second")
@@ -73,10 +72,9 @@ class _View:
         self._plan = plan
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        wide = options.max_width >= _TABLE_COLUMNS
         yield _heading(self._plan)
         yield ""
-        yield _table(self._plan) if wide else _list(self._plan)
+        yield _table(self._plan)
         yield from _describe_budgets(self._plan)
         yield from _describe_emulation(self._plan)
         yield from _describe_offloaded(self._plan)
@@ -122,23 +120,6 @@ def _table(plan: Plan) -> Table:
         )
     table.caption_justify = "left"
     return table
-
-
-def _list(plan: Plan) -> Group:
-    """Render the modules and memory of each GPU as a list, for narrow terminals."""
-    rows: list[RenderableType] = []
-    for device in plan.forecast.devices:
-        rows.append(Text(device.device, style="bold"))
-        rows.append(Text(f"  {_name_modules_on(plan, device.device)}"))
-        parts = device.kinds
-        rows += [
-            Text(f"  {kind}: {format_bytes(parts[kind])}")
-            for kind in _kinds(plan)
-            if kind not in _NOT_RESERVED
-        ]
-        reserved, budget = format_bytes(device.reserved_bytes), format_bytes(device.budget_bytes)
-        rows.append(Text(f"  reserved: {reserved} of {budget}"))
-    return Group(*rows)
 
 
 def _describe_budgets(plan: Plan) -> Iterator[Text]:

@@ -1,9 +1,7 @@
-"""The vLLM command of each machine for a plan."""
+"""The vLLM command for a plan."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
@@ -11,18 +9,13 @@ from duoka.errors import UsageError
 from duoka.forecast.profile import Profile
 from duoka.planner.plan import Plan
 from duoka.report.export import common
-from duoka.report.export.text import format_command
-from duoka.report.export.vllm import NAME, VllmCommand, read_command
-
-from .nodes import Node, devices_by_node
+from duoka.report.export.vllm import read_command
 
 MODULE = "vllm.entrypoints.cli.main"
 """The module of vLLM's command-line interface."""
 DRAIN_SECONDS = 30
 """Seconds for running requests to finish after SIGTERM or Ctrl-C."""
 _QUANTIZATION = ("--quantization", "-q")
-# The port on the first machine at which the machines connect to each other.
-_MASTER_PORT = "29501"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +34,6 @@ class VllmOptions:
         The API key that clients must send; by default none.
     trust_remote_code : bool
         Allow the checkpoint's own code to run.
-    nodes : tuple of Node
-        The machines that share the plan, this machine first; empty for this machine only.
     arguments : tuple of str
         Further arguments of ``vllm serve``.
     """
@@ -53,7 +44,6 @@ class VllmOptions:
     name: str | None = None
     api_key: str | None = field(default=None, repr=False)
     trust_remote_code: bool = False
-    nodes: tuple[Node, ...] = ()
     arguments: tuple[str, ...] = ()
 
     @property
@@ -64,15 +54,14 @@ class VllmOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeCommand:
-    """The vLLM command of one machine.
+class ServeCommand:
+    """The vLLM command that serves a plan.
 
     `words` are ``serve``, the model, the user's further arguments, and options without a value.
     `options` are pairs of name and value. `environment` are the variables that the plan sets in
     addition to the machine's environment.
     """
 
-    address: str
     words: tuple[str, ...]
     options: tuple[tuple[str, str], ...]
     environment: tuple[tuple[str, str], ...]
@@ -82,16 +71,9 @@ class NodeCommand:
         """The argv of vLLM's command line, after the program."""
         return (*self.words, *(word for option in self.options for word in option))
 
-    def shell_text(self, python: Path) -> str:
-        """Return the command as text for a shell, run with the Python of vLLM's environment."""
-        words = [os.fspath(python), "-P", "-m", MODULE, *self.words]
-        return format_command(self.environment, words, self.options)
 
-
-def commands(
-    plan: Plan, options: VllmOptions, profile: Profile | None = None
-) -> tuple[NodeCommand, ...]:
-    """Return the command of each machine in the order of ranks; the first machine serves.
+def make_command(plan: Plan, options: VllmOptions, profile: Profile | None = None) -> ServeCommand:
+    """Return the command that serves a plan with vLLM.
 
     Parameters
     ----------
@@ -104,10 +86,10 @@ def commands(
     Raises
     ------
     UsageError
-        If vLLM can't run this plan, or not on these machines.
+        If vLLM can't run this plan.
     """
     _refuse_unservable(plan, options)
-    plan = plan.lasting()  # other machines have other working directories
+    plan = plan.lasting()
     command = read_command(plan, profile)
     code = ("--trust-remote-code",) if options.trust_remote_code else ()
     server_options = (
@@ -117,50 +99,19 @@ def commands(
         ("--shutdown-timeout", str(DRAIN_SECONDS)),
     )
     # Of a repeated option, vLLM uses the last one, so the plan's options follow the user's.
-    head = NodeCommand(
-        address=options.host,
+    served = ServeCommand(
         words=("serve", command.model, *options.arguments, *code),
         options=(*command.options, *server_options),
         environment=tuple(command.environment),
     )
-    for name, _ in head.options:
+    for name, _ in served.options:
         if name in options.argument_names:
             raise UsageError(
                 f"{name} can't be passed to vLLM: the plan or another option of duoka sets it",
                 hint="use --context, --batch, --gpus, --host, --port or --name, or run vLLM "
                 "yourself: duoka plan --export vllm",
             )
-    return _commands_on_nodes(head, command, options.nodes) if len(options.nodes) > 1 else (head,)
-
-
-def _commands_on_nodes(
-    head: NodeCommand, command: VllmCommand, nodes: Sequence[Node]
-) -> tuple[NodeCommand, ...]:
-    """Return the command of each of several machines; `head` is the command for a single one.
-
-    Only the first machine serves requests; the others run without a server (`--headless`).
-    """
-    parts = devices_by_node(command.pipeline, nodes)
-    # Drop the plan's CUDA_VISIBLE_DEVICES: each machine numbers its own GPUs from 0.
-    shared = [pair for pair in command.environment if not pair[0].startswith("CUDA_")]
-    commands = []
-    for rank, (node, devices) in enumerate(parts):
-        node_options = (
-            ("--distributed-executor-backend", "mp"),
-            ("--nnodes", str(len(parts))),
-            ("--node-rank", str(rank)),
-            ("--master-addr", parts[0][0].address),
-            ("--master-port", _MASTER_PORT),
-        )
-        commands.append(
-            NodeCommand(
-                address=node.address,
-                words=(*head.words, "--headless") if rank else head.words,
-                options=(*(command.options if rank else head.options), *node_options),
-                environment=(*common.visible_environment(NAME, devices), *shared),
-            )
-        )
-    return tuple(commands)
+    return served
 
 
 def served_name(plan: Plan, options: VllmOptions) -> str:

@@ -25,7 +25,7 @@ from duoka.serve.address import Address, format_url
 from duoka.workers.process import WorkerProcess
 from duoka.workers.signals import handle_signals
 
-from .commands import DRAIN_SECONDS, MODULE, VllmOptions, commands, served_name
+from .commands import DRAIN_SECONDS, MODULE, VllmOptions, make_command, served_name
 
 _POLL_SECONDS, _HEALTH_SECONDS = 0.2, 5.0
 # For vLLM to become healthy: large models may have to be downloaded first.
@@ -52,14 +52,14 @@ _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 def serve_with_vllm(plan: Plan, options: VllmOptions, show: Callable[[str], None]) -> int:
     """Serve a model with vLLM as planned, until vLLM ends or is stopped.
 
-    First shows the commands for the other machines. SIGINT, SIGTERM and SIGHUP are forwarded to
-    vLLM (SIGHUP as SIGTERM), which then finishes running requests and accepts no new ones. Must be
-    called in the main thread, which receives signals. When it returns, no process of vLLM is left.
+    SIGINT, SIGTERM and SIGHUP are forwarded to vLLM (SIGHUP as SIGTERM), which then finishes
+    running requests and accepts no new ones. Must be called in the main thread, which receives
+    signals. When it returns, no process of vLLM is left.
 
     Parameters
     ----------
     plan : Plan
-        A plan for generation on GPUs of this machine, or of the machines in `options`.
+        A plan for generation on GPUs of this machine.
     options : VllmOptions
     show : callable
         Shows a line to the user.
@@ -81,17 +81,14 @@ def serve_with_vllm(plan: Plan, options: VllmOptions, show: Callable[[str], None
     # also selects the port for port 0.
     with Address(host=options.host, port=options.port).bind() as bound:
         options = replace(options, port=bound.getsockname()[1])
-    head, *remote = commands(plan, options, profile)
+    command = make_command(plan, options, profile)
     python = _find_python(options.python)
     for note in export(plan, profile).notes:
         show(note)
-    for command in remote:
-        show(f"run this on {command.address}, with the model at the same path:")
-        show(command.shell_text(Path(python)))
     inherited = {name: text for name, text in os.environ.items() if name not in _NOT_INHERITED}
     key = {} if options.api_key is None else {_KEY: options.api_key}
-    environment = {**inherited, **dict(head.environment), **key}
-    argv = [python, "-P", "-c", _PROGRAM, MODULE, *head.arguments]
+    environment = {**inherited, **dict(command.environment), **key}
+    argv = [python, "-P", "-c", _PROGRAM, MODULE, *command.arguments]
     with _forward_signals(WorkerProcess(argv, environment=environment)) as (process, is_stopping):
         if _wait_until_healthy(process, options, is_stopping):
             for line in _describe_ready(plan, options, has_key=_KEY in environment):
@@ -172,8 +169,7 @@ def _wait_until_healthy(
             raise MachineError(
                 f"vLLM doesn't respond at {_url_of(options)}/health after {_START_SECONDS:.0f} s, "
                 "and was ended",
-                hint="check that the commands on the other machines are running, and that the "
-                "model is downloaded",
+                hint="check that the model is downloaded",
             )
     return False
 

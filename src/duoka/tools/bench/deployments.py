@@ -23,9 +23,7 @@ from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import DuokaError
 from duoka.forecast.serving import least_pages
 from duoka.forecast.workload import Quantization, Workload
-from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
-from duoka.hardware.host import available_bytes
 from duoka.hardware.parse import devices_in
 from duoka.planner.command_line import options
 from duoka.planner.plan import Plan
@@ -138,8 +136,6 @@ def plan_deployments(
     request: PlanRequest,
     fleet: Fleet,
     forms: Sequence[Quantization],
-    *,
-    with_cpu: bool = False,
 ) -> Bench:
     """Plan every deployment of a checkpoint for the requests of a paged workload.
 
@@ -155,14 +151,12 @@ def plan_deployments(
         except DuokaError as error:
             cases.append(Deployment(name="any", weights=form, trouble=describe_error(error)))
             continue
-        cases += _plan_each(checkpoint, replace(request, workload=work), fleet, with_cpu=with_cpu)
+        cases += _plan_each(checkpoint, replace(request, workload=work), fleet)
     return Bench(model=checkpoint.name, workload=request.workload, deployments=tuple(cases))
 
 
-def _plan_each(
-    checkpoint: Checkpoint, request: PlanRequest, fleet: Fleet, *, with_cpu: bool
-) -> Iterator[Deployment]:
-    """Yield a split over each number of GPUs, the most replicas, and the CPU if `with_cpu`."""
+def _plan_each(checkpoint: Checkpoint, request: PlanRequest, fleet: Fleet) -> Iterator[Deployment]:
+    """Yield a split over each number of GPUs, and the most replicas."""
     for count in range(1, len(fleet.devices) + 1):
         candidates = []
         for group in _candidate_subsets(fleet, count):
@@ -170,9 +164,6 @@ def _plan_each(
             candidates.append(_split(checkpoint, on_group, group, format_count(count, "GPU")))
         yield next((split for split in candidates if split.plans), candidates[0])
     yield from _replicas(checkpoint, request, fleet)
-    if with_cpu:
-        host = Fleet(devices=(Device(name="cpu", budget_bytes=available_bytes() or 0),))
-        yield _split(checkpoint, replace(request, gpus="", objective="headroom"), host, "CPU")
 
 
 def describe_error(error: Exception) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 import sentencepiece
 import torch
 from torch import nn
-from transformers.utils import logging
 
 from duoka.base.files import set_new_mode
 from duoka.models import chatglm
@@ -57,8 +55,7 @@ def write_weights(
 ) -> None:
     """Write the weights in shards, with the parameter names of the published checkpoint."""
     chatglm.register()
-    with _without_progress_bars():
-        model.save_pretrained(directory, max_shard_size=_SHARD_SIZE)
+    model.save_pretrained(directory, max_shard_size=_SHARD_SIZE)
     for file in directory.glob("*.safetensors"):
         set_new_mode(file)
     # `save_pretrained` has written a config with transformers' keys; restore the published keys.
@@ -76,18 +73,6 @@ def fresh_model(config: Mapping[str, Any]) -> chatglm.ChatGLMForCausalLM:
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.mul_((2 * config["num_layers"]) ** -0.5)
     return model
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Disable transformers' progress bars within a scope."""
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

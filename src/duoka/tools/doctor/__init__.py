@@ -6,8 +6,8 @@ An exception in a check becomes a finding, and the other checks still run.
 - `facts`: shared facts, findings, and the start of device tests
 - `gpus`: driver, visibility, memory, health, PCIe
 - `devices`: torch's build and the tests' outcomes; `device_tests`: the tests, in a child process
-- `host`: memory, shared memory, libraries
-- `model`: checkpoint, hashes, plan
+- `host`: memory, libraries
+- `model`: checkpoint, plan
 - `bundle`: a report to attach to an issue, without names and secrets
 """
 

@@ -21,7 +21,6 @@ _GPU_CHECKS = (
 )
 _HOST_CHECKS = (
     ("host", "memory", host.check_host_memory),
-    ("host", "shared memory", host.check_shared_memory),
     ("software", "libraries", host.check_versions),
 )
 _DEVICE_CHECKS = (
@@ -77,7 +76,6 @@ def _examine_all(facts: Facts, model_facts: ModelFacts | None) -> Iterator[Exami
         yield examine(group, name, check, facts)
     if model_facts is not None:
         yield examine("model", "checkpoint", model.check_whole, model_facts)
-        yield examine("model", "hashes", model.check_hashes, model_facts)
         yield examine("model", "fit", model.check_fit, model_facts, facts)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from duoka.base.units import GIB, format_bytes, format_count
 from duoka.hardware import cuda_driver, nvml
-from duoka.hardware.detect import PresentGpu
 from duoka.hardware.fleet import Fleet
 
 from .facts import Facts, Finding, Severity, by_gpu, join_names, or_ok
@@ -86,19 +85,11 @@ def check_visible(facts: Facts) -> Iterator[Finding]:
             "--gpus uses the numbers of nvidia-smi; set CUDA_DEVICE_ORDER=PCI_BUS_ID for "
             "other programs"
         )
-        yield Finding("note", text, _explain_numbering(renumbered), advice)
+        value = cuda_driver.restriction()
+        meaning = "" if value is None else f"{cuda_driver.VARIABLE}={value}"
+        yield Finding("note", text, meaning, advice)
     elif visible and not unknown:
         yield Finding("ok", f"CUDA sees {format_count(len(visible), 'GPU')}, in nvidia-smi's order")
-
-
-def _explain_numbering(renumbered: Sequence[PresentGpu]) -> str:
-    """Explain the difference between CUDA's and nvidia-smi's numbers."""
-    value = cuda_driver.restriction()
-    if value is not None:
-        return f"{cuda_driver.VARIABLE}={value}"
-    numbers = [int((gpu.torch_name or ":0").partition(":")[2]) for gpu in renumbered]
-    is_shifted = numbers == sorted(numbers)
-    return "it skips hidden GPUs" if is_shifted else "it lists the fastest first"
 
 
 def check_memory(facts: Facts) -> Iterator[Finding]:

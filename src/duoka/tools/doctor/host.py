@@ -1,18 +1,16 @@
-"""Host checks: memory, shared memory, a container's limit, and the installed libraries."""
+"""Host checks: memory, a container's limit, and the installed libraries."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 
 from duoka.base.requirements import unmet_requirements, versions_outside_range
-from duoka.base.units import GIB, MIB, format_bytes
+from duoka.base.units import GIB, format_bytes
 from duoka.hardware.host import available_bytes, container_memory, total_bytes
 
 from .facts import Facts, Finding, or_ok
 
 _LOW_BYTES = 4 * GIB
-_LOW_SHARED_BYTES = 256 * MIB
 
 
 def check_host_memory(facts: Facts) -> Iterator[Finding]:
@@ -39,21 +37,6 @@ def check_host_memory(facts: Facts) -> Iterator[Finding]:
             "it is reclaimed"
         )
         yield Finding("note", text, meaning)
-
-
-def check_shared_memory(facts: Facts) -> Iterator[Finding]:
-    """Check the free space in /dev/shm, through which processes exchange tensors."""
-    try:
-        free = shutil.disk_usage(facts.root / "dev/shm").free
-    except OSError:
-        meaning = "NCCL and data loaders need it"
-        yield Finding("note", "/dev/shm is missing", meaning)
-        return
-    text = f"/dev/shm has {format_bytes(free)} free"
-    meaning = "NCCL and data loaders fail with a bus error if it runs out"
-    advice = "use docker run --shm-size=2g (or --ipc=host)"
-    is_little = free < _LOW_SHARED_BYTES
-    yield Finding("warning", text, meaning, advice) if is_little else Finding("ok", text)
 
 
 def check_versions(facts: Facts) -> Iterator[Finding]:

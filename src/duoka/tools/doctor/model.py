@@ -1,23 +1,16 @@
-"""Model checks: completeness of the checkpoint, file hashes, and a plan."""
+"""Model checks: completeness of the checkpoint, and a plan."""
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from pathlib import Path
 
-from duoka.base.progress import say
 from duoka.base.units import format_bytes, format_count
 from duoka.checkpoint.checkpoint import Checkpoint
-from duoka.checkpoint.hub.listing import RemoteFile, has_known_hash
 from duoka.errors import InfeasibleError
 from duoka.planner.plan import Plan
 
 from .facts import Facts, Finding
-
-_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 class ModelFacts:
@@ -30,11 +23,6 @@ class ModelFacts:
         self.model = model
         self.make_plan = make_plan
         self.checkpoint: Checkpoint | None = None
-
-    def files(self) -> list[Path]:
-        """Return the weight files that exist on this machine."""
-        files = () if self.checkpoint is None else self.checkpoint.files
-        return [file for file in files if file.exists()]
 
 
 def check_whole(facts: ModelFacts) -> Iterator[Finding]:
@@ -52,31 +40,6 @@ def check_whole(facts: ModelFacts) -> Iterator[Finding]:
         yield Finding("note", text, "duoka downloads them during loading")
     else:
         yield Finding("ok", f"{text}: sizes, headers and index are consistent")
-
-
-def check_hashes(facts: ModelFacts) -> Iterator[Finding]:
-    """Compare each weight file with its hash, if a download from the Hub recorded one."""
-    hashes = [(file, digest) for file in facts.files() if (digest := _known_hash(file))]
-    for file, digest in hashes:
-        say(f"comparing the hash of {file.name}")
-        published = RemoteFile(name=file.name, num_bytes=file.stat().st_size, etag=digest)
-        if not has_known_hash(file, published):
-            text = f"{file.name} differs from the published file"
-            advice = "delete the file and download it again"
-            yield Finding("error", text, "it is damaged", advice)
-    if hashes:
-        yield Finding("ok", f"the hashes of {format_count(len(hashes), 'file')} match")
-    elif facts.files():
-        yield Finding("skipped", "no hashes are available: the download contains none")
-
-
-def _known_hash(file: Path) -> str:
-    """Return a file's hash from huggingface_hub's cache or download metadata; "" if unknown."""
-    metadata = file.parent / ".cache/huggingface/download" / f"{file.name}.metadata"
-    names = [file.readlink().name] if file.is_symlink() else []
-    with suppress(OSError, ValueError):
-        names += [line.strip('"') for line in metadata.read_text().splitlines()[1:2]]
-    return next(filter(_HASH.fullmatch, names), "")
 
 
 def check_fit(facts: ModelFacts, machine: Facts) -> Iterator[Finding]:

@@ -21,8 +21,8 @@ class GpuNow:
     name : str
         The index of `nvidia-smi`; the UUID of a MIG instance; or, for a GPU unknown to the driver
         such as a virtual GPU, the name in its process. Then `total_bytes` is its budget.
-    reserved_bytes, forecast_bytes : int
-        Memory reserved by the allocators of duoka processes, now and at the peaks of their plans.
+    reserved_bytes : int
+        Memory reserved by the allocators of duoka processes.
     others_bytes : int, optional
         Memory used by other processes and by CUDA contexts.
     spare_bytes : int, optional
@@ -35,17 +35,10 @@ class GpuNow:
     total_bytes: int | None = None
     free_bytes: int | None = None
     reserved_bytes: int = 0
-    forecast_bytes: int = 0
     others_bytes: int | None = None
     spare_bytes: int | None = None
     processes: tuple[live.LiveDevice, ...] = ()
     activity: nvml.Activity | None = None
-
-    @property
-    def label(self) -> str:
-        """Name with the process id for a virtual GPU: several processes may have a ``vgpu:0``."""
-        is_known = self.activity is not None or self.trouble
-        return self.name if is_known else f"{self.name} (pid {self.processes[0].pid})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +130,6 @@ def _with_memory(
         total_bytes=total,
         free_bytes=free,
         reserved_bytes=reserved,
-        forecast_bytes=sum(peak for _, peak in pairs),
         others_bytes=None if total is None or free is None else max(total - free - reserved, 0),
         spare_bytes=None if free is None else free - to_come,
         processes=tuple(processes),
