@@ -74,7 +74,7 @@ def test_generate_takes_what_is_forecast(
     assert run(["generate", str(model), *options, "-p", "ab", "-p", "abc" * 9]) == 0
     measured = json.loads(capfd.readouterr().out)["measured"]
     ((peak,), (stage,)) = measured["devices"], measured["forecast"]
-    assert peak["reserved_bytes"] == stage["reserved_bytes"]
+    assert 0 <= stage["reserved_bytes"] - peak["reserved_bytes"] <= SEGMENT_BYTES
 
 
 @pytest.mark.cuda_rig(gpus="1GiB", log=LOG)
