@@ -45,7 +45,8 @@ def lines_of(run: Callable[[], object]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("family", "batch"), [("llama", 1), ("llama", 5), ("llama", 6), ("dense latents", 1), ("dense latents", 5)]
+    ("family", "batch"),
+    [("llama", 1), ("llama", 5), ("llama", 6), ("dense latents", 1), ("dense latents", 5)],
 )
 def test_a_decode_step_is_one_launch(family: str, batch: int, tmp_path: Path) -> None:
     """Sampling adds two launches. A copy goes to the GPU, one from it, one is for the next step."""

@@ -15,6 +15,7 @@ from matrix.paged import ROW
 from duoka.checkpoint.architecture import caches_latents
 from duoka.forecast.serving import Capacity
 from duoka.forecast.workload import LATENT_PAGE_TOKENS
+from duoka.models.quantization.weights import let_compute_in, quantize
 from duoka.runtime.call.chunk import Chunk
 from duoka.runtime.call.latents import keeps_latents
 from duoka.runtime.call.paged_model import PagedModel
@@ -46,25 +47,51 @@ def steps_of(rng: random.Random) -> list[list[Chunk]]:
     return steps
 
 
+def logits_of(model: Any, steps: list[list[Chunk]], page_tokens: int) -> list[torch.Tensor]:
+    """Return the logits of steps over pages of a given size."""
+    scale = LATENT_PAGE_TOKENS // page_tokens
+    paged = PagedModel(model, replace(CAPACITY, page_tokens=page_tokens, pages=scale * 45))
+    paged.start()
+    logits = []
+    for chunks in steps:
+        pages = [range(scale * chunk.pages[0], scale * (chunk.pages[-1] + 1)) for chunk in chunks]
+        logits.append(paged.run(list(map(_with_pages, chunks, pages))))
+    paged.close()
+    return logits
+
+
+def _with_pages(chunk: Chunk, pages: range) -> Chunk:
+    return replace(chunk, pages=pages)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_expanded_keys_and_values(name: str) -> None:
     model: Any = families.build(name, sizes=LONGER)
-    steps, logits = steps_of(random.Random(name)), []
+    steps = steps_of(random.Random(name))
     assert caches_latents(model.config.to_dict())
-    for capacity in (replace(CAPACITY, page_tokens=16, pages=90), CAPACITY):
-        paged = PagedModel(model, capacity)
+    expected, computed = (logits_of(model, steps, size) for size in (16, LATENT_PAGE_TOKENS))
+    for right, result in zip(expected, computed, strict=True):
+        torch.testing.assert_close(result, right)
+
+
+def test_quantized_expansions_are_unpacked_once() -> None:
+    """As of a checkpoint that was published quantized."""
+    model: Any = families.build("deepseek_v3", sizes=LONGER | {"kv_lora_rank": 64})
+    for module in model.modules():
+        if hasattr(module, "kv_b_proj"):
+            weight = quantize(module.kv_b_proj.weight.detach(), "int8")
+            let_compute_in(weight, torch.float32)
+            module.kv_b_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
+    steps = steps_of(random.Random(1))
+    expected, computed = (logits_of(model, steps, size) for size in (16, LATENT_PAGE_TOKENS))
+    torch.testing.assert_close(torch.cat(computed), torch.cat(expected), rtol=1e-3, atol=1e-3)
+    paged = PagedModel(model, CAPACITY)
+    for _ in range(2):
         paged.start()
-        scale = LATENT_PAGE_TOKENS // capacity.page_tokens  # pages of half the size are twice many
-        logits.append([
-            paged.run([
-                replace(chunk, pages=range(scale * chunk.pages[0], scale * (chunk.pages[-1] + 1)))
-                for chunk in chunks
-            ])
-            for chunks in steps
-        ])  # fmt: skip
-        paged.close()
-    for expected, computed in zip(*logits, strict=True):
-        torch.testing.assert_close(computed, expected)
+        unpacked = paged.cache.unpacked
+        assert [weight.shape for weight in unpacked.values()] == [(48, 64)] * 2
+        assert unpacked[0] is paged.cache.unpacked[0]
+    paged.close()
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite"])

@@ -26,6 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from duoka.models.quantization.composed import is_composed
+from duoka.models.quantization.weights import computes_in
+
 
 def keep_latents(model: nn.Module) -> None:
     """Let the attention modules of a model pass latents instead of keys and values."""
@@ -51,21 +54,28 @@ def _join(latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
     return joined, joined[..., : latents.shape[-1]]
 
 
-# The weight is read at each call, as offloaded weights are on the GPU only for the layer's call.
-def _halves(module: Any) -> tuple[Tensor, Tensor]:
-    """Return the weights of keys, [heads, key dim, rank], and of values, [heads, rank, dim]."""
+def halves(module: Any, unpacked: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the weights of keys, [heads, key dim, rank], and of values, [heads, rank, value dim].
+
+    The weight is read at each call, as offloaded weights are on the GPU only for the layer's call.
+    A quantized one, of a checkpoint, is unpacked at the layer's first call, into `unpacked`.
+    """
+    weight = module.kv_b_proj.weight
+    if is_composed(weight) and module.layer_idx not in unpacked:
+        units = torch.eye(weight.shape[1], dtype=computes_in(weight), device=weight.device)
+        unpacked[module.layer_idx] = module.kv_b_proj(units).T.contiguous()
+    weight = unpacked.get(module.layer_idx, weight)
     dims = module.qk_nope_head_dim, module.v_head_dim
-    keys, values = module.kv_b_proj.weight.unflatten(0, (-1, sum(dims))).split(dims, dim=1)
+    keys, values = weight.unflatten(0, (-1, sum(dims))).split(dims, dim=1)
     return keys, values.transpose(1, 2)
 
 
-def absorb_queries(module: Any, query: Tensor) -> Tensor:
+def absorb_queries(keys: Tensor, query: Tensor) -> Tensor:
     """Return queries for the joined keys: [1, heads, tokens, key dim] to […, rank + rotary dim]."""
-    keys, _ = _halves(module)
     plain, rotary = query[0].split((keys.shape[1], query.shape[-1] - keys.shape[1]), dim=-1)
     return torch.cat((torch.bmm(plain, keys), rotary), dim=-1)[None]
 
 
-def expand_values(module: Any, attended: Tensor) -> Tensor:
+def expand_values(values: Tensor, attended: Tensor) -> Tensor:
     """Return results from attended latents: [tokens, heads, rank] to [tokens, heads, value dim]."""
-    return torch.bmm(attended.transpose(0, 1), _halves(module)[1]).transpose(0, 1)
+    return torch.bmm(attended.transpose(0, 1), values).transpose(0, 1)

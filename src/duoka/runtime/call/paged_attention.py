@@ -30,7 +30,7 @@ from duoka.errors import ModelError
 from duoka.forecast.serving import PIECE_ROWS
 from duoka.virtual import attention_numbers  # noqa: F401  (the CPU's kernel of `varlen_attn`)
 
-from .latents import absorb_queries, expand_values, keeps_latents
+from .latents import absorb_queries, expand_values, halves, keeps_latents
 from .paged_cache import GatherWorkspace, Pages
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class _ScoreWorkspace(NamedTuple):
     rows: tuple[Tensor, ...]
 
     @classmethod
-    def new(cls, query: Tensor, value_dim: int, tokens: int) -> _ScoreWorkspace:
+    def new(cls, query: Tensor, value_dim: int, tokens: int, dtype: torch.dtype) -> _ScoreWorkspace:
         """Allocate buffers for queries over `tokens` keys, at most `_MOST_SCORES` at a time."""
         heads = query.shape[1]
         if heads * tokens > _MOST_SCORES:
@@ -94,7 +94,7 @@ class _ScoreWorkspace(NamedTuple):
             )
         rows = PIECE_ROWS * heads
         return cls(
-            scores=query.new_empty(_MOST_SCORES, dtype=torch.float32),
+            scores=query.new_empty(_MOST_SCORES, dtype=dtype),
             weights=query.new_empty(_MOST_SCORES),
             queries=query.new_empty(rows * max(query.shape[-1], value_dim)),
             attended=query.new_empty(rows * value_dim),
@@ -151,17 +151,18 @@ def attend(
     window = sliding_window or 0 if attention_mask is None else attention_mask.shape[0]
     window = step.enter(module.layer_idx, window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    has_latents = keeps_latents(module)
-    query = absorb_queries(module, query) if has_latents else query
+    weights = halves(module, step.cache.unpacked) if keeps_latents(module) else None
+    query = query if weights is None else absorb_queries(weights[0], query)
     states = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    pages = step.cache.layer(module.layer_idx, *((key,) if has_latents else (key, value)))
+    pages = step.cache.layer(module.layer_idx, *((key, value) if weights is None else (key,)))
     slots = step.slots(step_table)
     for cached, new in zip(pages, states[1:], strict=False):
         cached.store(slots, new)
     if not step.cache.capacity.has_block_tables:
         scoring = Scoring(scale, softcap, sinks)
         gathered = _attend_gathered(states, pages, step, step_table, window, scoring)
-        return (expand_values(module, gathered) if has_latents else gathered)[None], None
+        result = gathered if weights is None else expand_values(weights[1], gathered)
+        return result[None], None
     head_dim = query.shape[-1]
     is_sized = head_dim == value.shape[-1] <= _MOST_HEAD_DIM and not head_dim % _ALIGNED
     if softcap is not None or sinks is not None or not is_sized:
@@ -239,7 +240,8 @@ def _attend_gathered(
     )
     is_aligned = not (query.shape[-1] % _ALIGNED or value.shape[-1] % _ALIGNED)
     is_fused = scoring.is_plain and is_aligned and len(pages) > 1
-    workspace = None if is_fused else _ScoreWorkspace.new(query, value.shape[-1], tokens)
+    dtype = query.dtype if scoring.is_plain else torch.float32
+    workspace = None if is_fused else _ScoreWorkspace.new(query, value.shape[-1], tokens, dtype)
     # [tokens, heads of keys, queries that share one, head_dim]
     heads = key.shape[1], query.shape[1] // key.shape[1]
     output = query.new_zeros(len(query), *heads, value.shape[-1])
@@ -355,9 +357,8 @@ class _Layer(NamedTuple):
         shape = heads, sequences, sharing * rows, key.shape[2]
         packed = _view(buffers.queries, *shape[:3], query.shape[-1])
         torch.mul(query, self.scoring.scale, out=packed.view(query.shape))
-        scores = weights = _view(buffers.weights, *shape)
-        if self.scoring.is_plain:
-            scores = _view(buffers.scores.view(query.dtype), *shape)
+        weights = _view(buffers.weights, *shape)
+        scores = _view(buffers.scores, *shape) if self.scoring.is_plain else weights
         for head in range(heads):
             torch.bmm(packed[head], key[head].transpose(1, 2), out=scores[head])
         if self.scoring.is_plain:

@@ -89,12 +89,15 @@ class PagedCache:
     ----------
     layer_windows : dict
         The window of each layer, once all are known.
+    unpacked : dict
+        The unpacked weight of each layer that expands latents by a quantized one.
     """
 
     def __init__(self, capacity: Capacity, windows: Collection[int] = (0,)) -> None:
         self.capacity = capacity
         self.windows = tuple(sorted(windows))
         self.layer_windows: dict[int, int] = {}
+        self.unpacked: dict[int, Tensor] = {}
         self._layers: dict[int, tuple[Pages, ...]] = {}
 
     def layer(self, index: int, *states: Tensor) -> tuple[Pages, ...]:
