@@ -180,9 +180,11 @@ def test_the_pool_is_forecast_with_a_larger_workspace(
     assert torch.cuda.max_memory_reserved() == plan.forecast.devices[0].reserved_bytes
 
 
-def test_each_stage_replays_one_graph_per_step(tmp_path: Path) -> None:
-    model = tuning.write_model("llama", tmp_path / "model")
-    plan = duoka.plan(model, "1GiB,1GiB", WORK, use_all=True)
+@pytest.mark.parametrize("family", ["llama", "dense latents"])
+def test_each_stage_replays_one_graph_per_step(family: str, tmp_path: Path) -> None:
+    model = tuning.write_model(family, tmp_path / "model")
+    work = replace(WORK, page_tokens=32, pages=40) if family == "dense latents" else WORK
+    plan = duoka.plan(model, "1GiB,1GiB", work, use_all=True)
     with Engine(plan, processes=True) as engine:
         engine.generate([[1, 2, 3]], TEN)
         lines = lines_of(lambda: engine.generate([[3, 2, 1]], TEN))
