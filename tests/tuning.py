@@ -13,6 +13,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    DeepseekV3Config,
+    Glm4MoeLiteConfig,
     GPT2Config,
     LlamaConfig,
     MixtralConfig,
@@ -48,7 +50,23 @@ LARGE: dict[str, Any] = {
     "num_hidden_layers": 8,
     "max_position_embeddings": 512,
 }
+LATENTS: dict[str, Any] = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 CONFIGS: dict[str, Callable[[], Any]] = {
+    "latents": lambda: DeepseekV3Config(**LATENTS, first_k_dense_replace=1),
+    "dense latents": lambda: Glm4MoeLiteConfig(**LATENTS, mlp_layer_types=["dense"] * 4),
     "llama": lambda: LlamaConfig(**SIZES),
     "shallow": lambda: LlamaConfig(**{**SIZES, "num_hidden_layers": 2}),
     "tied": lambda: Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),

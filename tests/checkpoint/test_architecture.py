@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 
-from duoka.checkpoint.architecture import reads_block_tables, refuse_unbuildable
+from duoka.checkpoint.architecture import (
+    caches_latents,
+    reads_block_tables,
+    refuse_unbuildable,
+)
 from duoka.errors import ModelError
 from duoka.tools.demo.checkpoint import CONFIG
 
@@ -93,3 +97,33 @@ def test_which_caches_are_read_in_place(
     assert reads_block_tables(config) is expected
     monkeypatch.setenv("DUOKA_ATTENTION", "gather")
     assert not reads_block_tables(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "glm4_moe_lite", "kv_lora_rank": 512}, True),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, True),
+        (
+            {
+                "model_type": "mistral3",
+                "text_config": {"model_type": "mistral4", "kv_lora_rank": 1},
+            },
+            True,
+        ),
+        ({"model_type": "deepseek_v3"}, False),
+        ({"model_type": "llama", "kv_lora_rank": 512}, False),
+        ({"model_type": "of_a_later_version", "kv_lora_rank": 512}, False),
+        ({"kv_lora_rank": 512}, False),
+    ],
+)
+def test_which_models_cache_latents(config: dict[str, Any], expected: bool) -> None:
+    assert caches_latents(config) is expected
+
+
+def test_a_transformers_without_the_method_caches_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"model_type": "glm4_moe_lite", "kv_lora_rank": 512}
+    monkeypatch.setattr(Path, "read_text", lambda self, **options: "class Glm4MoeLiteAttention:")
+    assert not caches_latents(config)
+    monkeypatch.setattr("duoka.checkpoint.architecture.find_spec", lambda name: None)
+    assert not caches_latents(config)

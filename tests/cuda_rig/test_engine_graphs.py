@@ -44,16 +44,20 @@ def lines_of(run: Callable[[], object]) -> list[str]:
     return LOG.read_text()[done:].splitlines()
 
 
-@pytest.mark.parametrize("batch", [1, 5, 6])
-def test_a_decode_step_is_one_launch(batch: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "batch"),
+    [("llama", 1), ("llama", 5), ("llama", 6), ("dense latents", 1), ("dense latents", 5)],
+)
+def test_a_decode_step_is_one_launch(family: str, batch: int, tmp_path: Path) -> None:
     """Sampling adds two launches. A copy goes to the GPU, one from it, one is for the next step."""
-    plan = duoka.plan(tuning.write_model("llama", tmp_path / "model"), "1GiB", WORK)
-    executor = InlineExecutor(duoka.load(plan), Capacity.of(WORK), WORK)
+    work = replace(WORK, page_tokens=32, pages=40) if family == "dense latents" else WORK
+    plan = duoka.plan(tuning.write_model(family, tmp_path / "model"), "1GiB", work)
+    executor = InlineExecutor(duoka.load(plan), Capacity.of(work), work)
     row = SamplingRow(params=SamplingParams(), seed=0, place=0)
     with values(), torch.no_grad():
         executor.start()
         for place in range(20, 30):
-            chunks = [Chunk(at, [7], place + at, [at], row) for at in range(batch)]
+            chunks = [Chunk(at, [7], place + at, [at, at + 10], row) for at in range(batch)]
             lines = lines_of(lambda c=chunks: outcomes_of(c, executor.sample(c)))  # type: ignore[misc]
             launches = [line for line in lines if line.startswith("launch")]
             assert sum("graph" in line for line in launches) == 1
@@ -77,15 +81,18 @@ def answer(plan: duoka.Plan, **options: Any) -> list[list[int]]:
 
 
 @pytest.mark.usefixtures("engine_computes")
-@pytest.mark.parametrize("family", ["llama", "tied"])
+@pytest.mark.parametrize("family", ["llama", "tied", "dense latents"])
 def test_answers_are_those_without_graphs(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tuning.write_model(family, tmp_path / "model")
+    work = replace(WORK, page_tokens=32, pages=40) if family == "dense latents" else WORK
     with values(most=None):
-        plain = answer(duoka.plan(model, "1GiB", replace(WORK, cuda_graphs=False)))
+        plain = answer(duoka.plan(model, "1GiB", replace(work, cuda_graphs=False)))
         graphs: list[list[int]] = []
-        lines = lines_of(lambda: graphs.extend(answer(duoka.plan(model, "1GiB", WORK))))
+        plan = duoka.plan(model, "1GiB", work)
+        lines = lines_of(lambda: graphs.extend(answer(plan)))
+    assert torch.cuda.max_memory_reserved() == plan.forecast.devices[0].reserved_bytes
     assert graphs == plain
     assert not fallbacks
     assert len({token for tokens in plain for token in tokens}) > 3  # they say something
@@ -173,9 +180,11 @@ def test_the_pool_is_forecast_with_a_larger_workspace(
     assert torch.cuda.max_memory_reserved() == plan.forecast.devices[0].reserved_bytes
 
 
-def test_each_stage_replays_one_graph_per_step(tmp_path: Path) -> None:
-    model = tuning.write_model("llama", tmp_path / "model")
-    plan = duoka.plan(model, "1GiB,1GiB", WORK, use_all=True)
+@pytest.mark.parametrize("family", ["llama", "dense latents"])
+def test_each_stage_replays_one_graph_per_step(family: str, tmp_path: Path) -> None:
+    model = tuning.write_model(family, tmp_path / "model")
+    work = replace(WORK, page_tokens=32, pages=40) if family == "dense latents" else WORK
+    plan = duoka.plan(model, "1GiB,1GiB", work, use_all=True)
     with Engine(plan, processes=True) as engine:
         engine.generate([[1, 2, 3]], TEN)
         lines = lines_of(lambda: engine.generate([[3, 2, 1]], TEN))

@@ -187,11 +187,12 @@ def test_adapters_may_lie_beside_quantized_weights() -> None:
         replace(work, quantize="int4")
 
 
-def test_pages_of_another_kind_of_cache_have_16_tokens() -> None:
-    work = Workload(cache="paged", page_tokens=256)
-    assert work.conditions.has_block_tables
+@pytest.mark.parametrize("size", [32, 256])
+def test_pages_of_another_kind_of_cache_have_16_tokens(size: int) -> None:
+    work = Workload(cache="paged", page_tokens=size)
+    assert work.conditions.page_tokens == size
     for cache in ("paged-int8", "dynamic", "int8"):
         other = replace(work, cache=cache)
-        assert (other.page_tokens, other.conditions.has_block_tables) == (16, False)
-    with pytest.raises(UsageError, match="page_tokens is 32"):
-        Workload(cache="paged", page_tokens=32)
+        assert (other.page_tokens, other.conditions.page_tokens) == (16, 16)
+    with pytest.raises(UsageError, match="page_tokens is 64"):
+        Workload(cache="paged", page_tokens=64)

@@ -13,7 +13,7 @@ from families import Family
 from staging import placement_of
 from torch import Tensor
 
-from duoka.checkpoint.architecture import reads_block_tables
+from duoka.checkpoint.architecture import caches_latents, reads_block_tables
 from duoka.engine.request import SamplingParams
 from duoka.engine.sampler import SamplingRow
 from duoka.errors import ModelError
@@ -93,8 +93,10 @@ def reads_in_stages(name: str, model: Any, number: int) -> bool:
     with torch.inference_mode():
         expected = [whole.run(chunks) for chunks in steps]
     whole.close()
-    if reads_block_tables(model.config.to_dict()):
-        in_place = PagedModel(model, replace(CAPACITY, page_tokens=256))
+    config = model.config.to_dict()
+    sizes = [256] * reads_block_tables(config) + [32] * caches_latents(config)
+    for size in sizes:
+        in_place = PagedModel(model, replace(CAPACITY, page_tokens=size))
         with torch.inference_mode():
             in_place.start()
             assert_close([in_place.run(chunks) for chunks in steps], expected)

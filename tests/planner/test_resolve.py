@@ -90,3 +90,17 @@ def test_a_checkpoint_that_is_quantized_already_is_no_base_for_training(tmp_path
     with pytest.raises(UsageError, match="is already quantized") as refused:
         workload_for(checkpoint, workload)
     assert "use the 16-bit checkpoint with --quantize nf4" in (refused.value.hint or "")
+
+
+def test_pages_of_latents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in 8 bit: one scale for a latent and a rotary part would round the smaller away."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**tiny.CONFIGS["latent"], "dtype": "bfloat16"}))
+    latent = Checkpoint.open(path)
+    sizes = [
+        workload_for(latent, replace(WORK, cache=cache)).page_tokens
+        for cache in ("paged", "paged-int8", "dynamic")
+    ]
+    assert sizes == [32, 16, 16]
+    monkeypatch.setattr("duoka.planner.resolve.caches_latents", lambda config: False)
+    assert workload_for(latent, replace(WORK, cache="paged")).page_tokens == 16

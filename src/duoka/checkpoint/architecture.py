@@ -111,6 +111,20 @@ def reads_block_tables(config: Mapping[str, Any]) -> bool:
     )
 
 
+def caches_latents(config: Mapping[str, Any]) -> bool:
+    """Return True if transformers' class of a model can cache the latents of its attention (MLA).
+
+    Such classes expand latents in a method of their own, since transformers 5.23.
+    """
+    text = config.get("text_config")
+    sizes = {**config, **text} if isinstance(text, Mapping) else config
+    name, package = str(sizes.get("model_type")), find_spec("transformers")
+    if not sizes.get("kv_lora_rank") or package is None or package.origin is None:
+        return False
+    path = Path(package.origin).parent / "models" / name / f"modeling_{name}.py"
+    return path.is_file() and "def expand_kv(" in path.read_text(encoding="utf-8")
+
+
 def model_type_of(config: Mapping[str, Any]) -> str:
     """Return a config's model type; raise ModelError if it is missing or invalid."""
     model_type = config.get("model_type")

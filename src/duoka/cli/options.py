@@ -100,7 +100,7 @@ class PlanOptions(OptionGroup):
     )
     no_graphs: bool = _plan_flag(
         "Run decode steps without CUDA graphs. They need some memory, and are used with a paged KV "
-        "cache where FlashAttention reads the pages."
+        "cache where FlashAttention reads the pages, or of latents."
     )
     quantize: str | None = _plan(
         "KIND",

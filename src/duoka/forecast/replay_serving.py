@@ -19,11 +19,20 @@ from .workload import Workload
 class ServingReplay(Replay):
     """A profile at a workload with a paged cache, to replay its stages.
 
-    With `brief` it has only the first step and the largest step.
+    With `brief` it has only the first step and the largest step. `engine` is the capacity of the
+    engine that runs the workload, by default the workload's own.
     """
 
-    def __init__(self, profile: Profile, workload: Workload, *, brief: bool = False) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        workload: Workload,
+        *,
+        brief: bool = False,
+        engine: Capacity | None = None,
+    ) -> None:
         self.capacity = Capacity.of(workload)
+        self._engine = engine or self.capacity
         super().__init__(profile, workload, brief=brief)
 
     def step_over(self, query: int, past: int) -> ForecastStep:
@@ -33,7 +42,9 @@ class ServingReplay(Replay):
         size = StepSize(tokens=query * sequences, rows=query, logits=sequences)
         keys = (past + query) * sequences
         pairs = (past + (query + 1) // 2) * query * sequences
-        is_graph = answering and size.tokens <= self.capacity.most_graph_tokens
+        is_graph = answering and size.tokens <= self._engine.most_graph_tokens
+        if is_graph and self._engine.gathered_pages:
+            keys = pairs = self._engine.attended_tokens * sequences
         return self._serve(size, keys, pairs=pairs, is_graph=is_graph)
 
     def prompt_steps(self) -> list[tuple[ForecastStep, float]]:

@@ -20,13 +20,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .workload import BLOCK_TABLE_PAGE_TOKENS, Workload
+from .workload import BLOCK_TABLE_PAGE_TOKENS, LATENT_PAGE_TOKENS, Workload
 
 PIECE_ROWS = 256
 """The most queries of one piece of attention (one kernel call)."""
 _GATHERED_TOKENS = 8192
 _MOST_GRAPH_TOKENS = 256
 """The most tokens of a step that is replayed as a CUDA graph; larger steps keep a GPU busy."""
+_MOST_GRAPH_KEYS = 2**15
+"""The most keys gathered by such a step, which gathers the full context of each sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +79,8 @@ class Capacity:
     gathers : bool
         True if pages of any size are gathered: attention that reads them in place failed a test.
     graph_tokens : int
-        The most tokens of a decode step that is a CUDA graph, where attention reads pages in place.
+        The most tokens of a decode step that is a CUDA graph, where attention reads pages in place
+        or gathers latents; see `most_graph_tokens`.
     """
 
     sequences: int
@@ -187,7 +190,10 @@ class Capacity:
     @property
     def most_graph_tokens(self) -> int:
         """The most tokens of a decode step that is a CUDA graph; 0 if no step is."""
-        return self.graph_tokens if self.has_block_tables else 0
+        if self.page_tokens != LATENT_PAGE_TOKENS:
+            return self.graph_tokens if self.has_block_tables else 0
+        most = _MOST_GRAPH_KEYS // (self.context_pages * self.page_tokens)
+        return min(self.graph_tokens, most)
 
     def graph_steps(self) -> list[StepSize]:
         """Return the sizes of the steps of decoding sequences that are CUDA graphs, largest first.

@@ -143,7 +143,7 @@ def serving_speeds(
     def seconds_at(requests: int) -> Seconds | None:
         """Return the seconds of decoding for this number of concurrent requests."""
         load = replace(workload, batch=requests, prompt_tokens=half, new_tokens=2, pages=None)
-        replay = ServingReplay(profile, load, brief=True)
+        replay = ServingReplay(profile, load, brief=True, engine=Capacity.of(workload))
         return LatencyModel(replay, places, host).seconds_of(stages, fleet)
 
     numbers = {workload.batch, *(n for n in _LOADS if n < workload.batch)}

@@ -44,10 +44,9 @@ _DTYPE_WORDS = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16":
 _QUANTIZATION_WORDS = {"8bit": "int8", "4bit": "nf4"}
 
 # Far larger than any real workload; beyond these, bytes might not fit 64-bit integers.
-PAGE_TOKENS = 16
-BLOCK_TABLE_PAGE_TOKENS = 256
-"""The page sizes in tokens: for attention over gathered keys, and for FlashAttention, whose block
-tables need pages of a multiple of 256 tokens."""
+PAGE_TOKENS, LATENT_PAGE_TOKENS, BLOCK_TABLE_PAGE_TOKENS = _PAGE_SIZES = 16, 32, 256
+"""The page sizes in tokens, each for one kind of attention: over gathered keys, over gathered
+latents (MLA), and FlashAttention, whose block tables need pages of a multiple of 256 tokens."""
 MOST_BATCH = 2**16
 MOST_TOKENS = 2**24
 MOST_BATCH_TOKENS = 2**30
@@ -141,7 +140,7 @@ class Conditions:
     image_chunk_tokens: int | None = None
     logits: Logits = "last"
     before_ampere: bool = False
-    has_block_tables: bool = False
+    page_tokens: int = PAGE_TOKENS
     training: Training | None = None
     host_experts: bool = False
 
@@ -268,7 +267,7 @@ class Workload:
                 f"images is {self.images}, which the paged KV cache doesn't support",
                 hint="omit --serve and --cache",
             )
-        if self.page_tokens not in (PAGE_TOKENS, BLOCK_TABLE_PAGE_TOKENS):
+        if self.page_tokens not in _PAGE_SIZES:
             raise UsageError(f"page_tokens is {self.page_tokens!r}", hint="omit it")
         if self.pages_for_batch:  # also after a change of the batch, the context or the cache
             pages = self.batch * -(-self.context_tokens // self.page_tokens)
@@ -393,7 +392,7 @@ class Workload:
             image_chunk_tokens=_read_number(self.prefill_chunk_tokens) if self.images else None,
             logits=self.logits,
             before_ampere=self.gpu_generation.before_ampere,
-            has_block_tables=self.page_tokens == BLOCK_TABLE_PAGE_TOKENS,
+            page_tokens=self.page_tokens,
             training=training,
             host_experts=bool(self.host_experts),
         )

@@ -11,6 +11,7 @@ from functools import cache
 from duoka.base.progress import say
 from duoka.checkpoint.adapters import native_targets
 from duoka.checkpoint.architecture import (
+    caches_latents,
     reads_block_tables,
     refuse_images,
     refuse_unbuildable,
@@ -21,6 +22,7 @@ from duoka.errors import InfeasibleError, ModelError, UsageError, WayOut
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import (
     BLOCK_TABLE_PAGE_TOKENS,
+    LATENT_PAGE_TOKENS,
     PAGE_TOKENS,
     Training,
     Workload,
@@ -222,7 +224,9 @@ def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
     )
     if workload.pages is not None and not workload.pages_for_batch:
         return workload  # the number given counts pages of the size given
-    return replace(workload, page_tokens=BLOCK_TABLE_PAGE_TOKENS if has_tables else PAGE_TOKENS)
+    size = BLOCK_TABLE_PAGE_TOKENS if has_tables else PAGE_TOKENS
+    has_latents = not checkpoint.builds_own_model and caches_latents(checkpoint.config)
+    return replace(workload, page_tokens=LATENT_PAGE_TOKENS if has_latents else size)
 
 
 def learning(workload: Workload, training: Training) -> Workload:

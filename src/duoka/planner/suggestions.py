@@ -15,13 +15,7 @@ from typing import Any, Literal
 from duoka.base.units import format_bytes
 from duoka.errors import DuokaError, WayOut
 from duoka.forecast.profile import Profile
-from duoka.forecast.workload import (
-    BLOCK_TABLE_PAGE_TOKENS,
-    DTYPE_BYTES,
-    PAGE_TOKENS,
-    Training,
-    Workload,
-)
+from duoka.forecast.workload import DTYPE_BYTES, Training, Workload
 from duoka.hardware.host import host_device
 
 from .command_line import change
@@ -289,9 +283,8 @@ class SuggestionSearch:
             if profile is None:
                 return None
             # The page size may change with the cache and the GPUs.
-            has_tables = profile.conditions.has_block_tables
-            size = BLOCK_TABLE_PAGE_TOKENS if has_tables else PAGE_TOKENS
-            problem = replace(problem, workload=replace(problem.workload, page_tokens=size))
+            work = replace(problem.workload, page_tokens=profile.conditions.page_tokens)
+            problem = replace(problem, workload=work)
             if not is_conceivable(profile, problem):
                 return None
             return solve(profile, problem) or None

@@ -16,7 +16,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from duoka.errors import ModelError
 from duoka.forecast.profile import ENDLESS, Phase, Profile, Regime
 from duoka.forecast.serving import FIRST, Capacity, StepSize, padded, serving_monomials
-from duoka.forecast.workload import BLOCK_TABLE_PAGE_TOKENS, PAGE_TOKENS
 from duoka.models.quantization import has_interface
 from duoka.runtime.call.paged_model import PagedModel, reads_pages
 from duoka.runtime.draw import draw_in_every_way
@@ -116,12 +115,11 @@ class _ServingTracer(Tracer):
     def _stepper(self, number: int) -> PagedModel:
         """Return the model over the cache of a run, by its number in `_CACHES`."""
         sequences, context, pages = _CACHES[number % len(_CACHES)]
-        has_tables = self.spec.conditions.has_block_tables
         capacity = Capacity(
             sequences=sequences,
             context_tokens=context,
             pages=pages,
-            page_tokens=BLOCK_TABLE_PAGE_TOKENS if has_tables else PAGE_TOKENS,
+            page_tokens=self.spec.conditions.page_tokens,
             step_tokens=128,
             is_int8=self.spec.conditions.cache == "paged-int8",
         )

@@ -116,6 +116,10 @@ def _reason(
         return "the head and tied weights"
     if not _ROUTERS.isdisjoint(owner.split(".")[-2:]):  # or a layer of a router
         return "routers"
+    if hasattr(model.get_submodule(owner.rpartition(".")[0]), "expand_kv") and (
+        owner.endswith(".kv_b_proj")
+    ):
+        return "expansions of latents"
     if parameter.dtype != model.dtype and parameter.dtype == torch.float32:
         return "weights that the architecture keeps in float32"
     rows, columns = parameter.shape

@@ -9,7 +9,8 @@ by means of block tables: without workspace, mask or padding of keys.
 
 Where that is impossible, keys and values are gathered, page by page, into a workspace of constant
 size. 8-bit pages are multiplied by their scales there (rounded as in `models.kv_cache.Int8Layer`).
-Masks have a workspace too, and so have scores where no fused kernel can be used (sinks, soft caps).
+Masks have a workspace too, and so have scores where no fused kernel can be used (sinks, soft caps),
+or is slow: for latents (`latents`), whose many query heads share one large key head.
 Only the number of tokens and the number of queries in a tile differ from step to step.
 """
 
@@ -29,6 +30,7 @@ from duoka.errors import ModelError
 from duoka.forecast.serving import PIECE_ROWS
 from duoka.virtual import attention_numbers  # noqa: F401  (the CPU's kernel of `varlen_attn`)
 
+from .latents import absorb_queries, expand_values, halves, keeps_latents
 from .paged_cache import GatherWorkspace, Pages
 
 if TYPE_CHECKING:
@@ -65,6 +67,11 @@ class Scoring(NamedTuple):
     softcap: float | None
     sinks: Tensor | None
 
+    @property
+    def is_plain(self) -> bool:
+        """True if attention weights are a softmax of scaled products."""
+        return self.softcap is None and self.sinks is None
+
 
 class _ScoreWorkspace(NamedTuple):
     """Further buffers for a layer whose scores are materialised."""
@@ -76,7 +83,7 @@ class _ScoreWorkspace(NamedTuple):
     rows: tuple[Tensor, ...]
 
     @classmethod
-    def new(cls, query: Tensor, value_dim: int, tokens: int) -> _ScoreWorkspace:
+    def new(cls, query: Tensor, value_dim: int, tokens: int, dtype: torch.dtype) -> _ScoreWorkspace:
         """Allocate buffers for queries over `tokens` keys, at most `_MOST_SCORES` at a time."""
         heads = query.shape[1]
         if heads * tokens > _MOST_SCORES:
@@ -87,7 +94,7 @@ class _ScoreWorkspace(NamedTuple):
             )
         rows = PIECE_ROWS * heads
         return cls(
-            scores=query.new_empty(_MOST_SCORES, dtype=torch.float32),
+            scores=query.new_empty(_MOST_SCORES, dtype=dtype),
             weights=query.new_empty(_MOST_SCORES),
             queries=query.new_empty(rows * max(query.shape[-1], value_dim)),
             attended=query.new_empty(rows * value_dim),
@@ -143,16 +150,19 @@ def attend(
     # Some models pass their window only through the mask: see `_make_window_mask`.
     window = sliding_window or 0 if attention_mask is None else attention_mask.shape[0]
     window = step.enter(module.layer_idx, window)
-    states = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    pages = step.cache.layer(module.layer_idx, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    weights = halves(module, step.cache.unpacked) if keeps_latents(module) else None
+    query = query if weights is None else absorb_queries(weights[0], query)
+    states = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    pages = step.cache.layer(module.layer_idx, *((key, value) if weights is None else (key,)))
     slots = step.slots(step_table)
-    for cached, new in zip(pages, states[1:], strict=True):
+    for cached, new in zip(pages, states[1:], strict=False):
         cached.store(slots, new)
     if not step.cache.capacity.has_block_tables:
         scoring = Scoring(scale, softcap, sinks)
         gathered = _attend_gathered(states, pages, step, step_table, window, scoring)
-        return gathered[None], None
+        result = gathered if weights is None else expand_values(weights[1], gathered)
+        return result[None], None
     head_dim = query.shape[-1]
     is_sized = head_dim == value.shape[-1] <= _MOST_HEAD_DIM and not head_dim % _ALIGNED
     if softcap is not None or sinks is not None or not is_sized:
@@ -214,7 +224,7 @@ def attend_in_place(
 
 def _attend_gathered(
     states: _States,
-    pages: tuple[Pages, Pages],
+    pages: tuple[Pages, ...],
     step: PagedStep,
     table: Tensor,
     window: int,
@@ -229,8 +239,9 @@ def _attend_gathered(
         query.new_empty(PIECE_ROWS * tokens, dtype=torch.bool),
     )
     is_aligned = not (query.shape[-1] % _ALIGNED or value.shape[-1] % _ALIGNED)
-    is_fused = scoring.softcap is None and scoring.sinks is None and is_aligned
-    workspace = None if is_fused else _ScoreWorkspace.new(query, value.shape[-1], tokens)
+    is_fused = scoring.is_plain and is_aligned and len(pages) > 1
+    dtype = query.dtype if scoring.is_plain else torch.float32
+    workspace = None if is_fused else _ScoreWorkspace.new(query, value.shape[-1], tokens, dtype)
     # [tokens, heads of keys, queries that share one, head_dim]
     heads = key.shape[1], query.shape[1] // key.shape[1]
     output = query.new_zeros(len(query), *heads, value.shape[-1])
@@ -238,7 +249,9 @@ def _attend_gathered(
     layer = _Layer(query, table, positions, window, scoring, *masks, workspace)
     for group in step.groups(window):
         rows = numbers[group.offset : group.offset + group.sequences * group.pages]
-        gathered = pages[0].gather(rows, workspaces[0]), pages[1].gather(rows, workspaces[1])
+        parts = [part.gather(rows, room) for part, room in zip(pages, workspaces, strict=True)]
+        # Latents are a part of their keys.
+        gathered = parts[0], parts[-1][..., : value.shape[-1]]
         for tile in group.tiles:
             # Without a name a tile's result is freed before the next tile is computed.
             output[tile.first : tile.first + tile.rows][tile.inner].copy_(
@@ -323,8 +336,7 @@ class _Layer(NamedTuple):
             return result.transpose(0, 1)[..., 0, :]
         # [key heads, 1, query heads per key head, rows, …]
         query, bias = query[:, None], bias[:, None]
-        attended = buffers.attended[: query.numel() // query.shape[-1] * value.shape[-1]]
-        attended = attended.view(*query.shape[:-1], value.shape[-1])
+        attended = _view(buffers.attended, *query.shape[:-1], value.shape[-1])
         per_row = query.shape[0] * query.shape[2] * key.shape[2]
         size = max(1, len(buffers.scores) // per_row)
         for start in range(0, query.shape[3], size):
@@ -341,39 +353,51 @@ class _Layer(NamedTuple):
         `query` is [key heads, sequences, sharing, rows, head_dim] with `sharing` query heads per
         key head; `key` and `value` are [key heads, sequences, keys, head_dim]; `bias` is broadcast.
         """
-        # The softmax is exact and in float32, in place: scores are shifted by the row's maximum m,
-        # exponentiated, and divided by their sum. A sink s is a score without a value: m includes
-        # s, and the sum includes exp(s - m). Scores 1, 2 and a sink of 2: m = 2, the sum is
-        # e⁻¹ + 1 + 1, and the weights are 0.16 and 0.42; the remaining 0.42 belong to no value.
         heads, sequences, sharing, rows, _ = query.shape
         shape = heads, sequences, sharing * rows, key.shape[2]
-
-        def view(buffer: Tensor, *sizes: int) -> Tensor:
-            return buffer[: math.prod(sizes)].view(sizes)
-
-        packed = view(buffers.queries, *shape[:3], query.shape[-1])
-        packed.view(query.shape).copy_(query)
-        weights, exact = view(buffers.weights, *shape), view(buffers.scores, *shape)
+        packed = _view(buffers.queries, *shape[:3], query.shape[-1])
+        torch.mul(query, self.scoring.scale, out=packed.view(query.shape))
+        weights = _view(buffers.weights, *shape)
+        scores = _view(buffers.scores, *shape) if self.scoring.is_plain else weights
         for head in range(heads):
-            torch.bmm(packed[head], key[head].transpose(1, 2), out=weights[head])
-        exact.copy_(weights).mul_(self.scoring.scale)
+            torch.bmm(packed[head], key[head].transpose(1, 2), out=scores[head])
+        if self.scoring.is_plain:
+            scores.view(*query.shape[:4], -1).add_(bias)
+            torch.softmax(scores, dim=-1, out=weights)
+        else:
+            self._normalize(weights, bias, query.shape[:4], buffers)
+        attended = _view(buffers.queries, *shape[:3], value.shape[-1])  # queries have been read
+        for head in range(heads):
+            torch.bmm(weights[head], value[head], out=attended[head])
+        return attended.view(*query.shape[:4], value.shape[-1])
+
+    # The softmax is exact and in float32, in place: scores are shifted by the row's maximum m,
+    # exponentiated, and divided by their sum. A sink s is a score without a value: m includes
+    # s, and the sum includes exp(s - m). Scores 1, 2 and a sink of 2: m = 2, the sum is
+    # e⁻¹ + 1 + 1, and the weights are 0.16 and 0.42; the remaining 0.42 belong to no value.
+    def _normalize(
+        self, weights: Tensor, bias: Tensor, shape: torch.Size, buffers: _ScoreWorkspace
+    ) -> None:
+        """Replace scores by attention weights, with a soft cap, sinks or both."""
+        exact = _view(buffers.scores, *weights.shape).copy_(weights)
         if self.scoring.softcap is not None:
             exact.div_(self.scoring.softcap).tanh_().mul_(self.scoring.softcap)
-        exact = exact.view(heads, sequences, sharing, rows, -1).add_(bias)
-        maximum, total, sink = (view(part, *query.shape[:4], 1) for part in buffers.rows)
+        exact = exact.view(*shape, -1).add_(bias)
+        maximum, total, sink = (_view(part, *shape, 1) for part in buffers.rows)
         torch.amax(exact, dim=-1, keepdim=True, out=maximum)
         if self.scoring.sinks is not None:
-            sinks = self.scoring.sinks.view(heads, 1, sharing, 1, 1)
+            sinks = self.scoring.sinks.view(shape[0], 1, shape[2], 1, 1)
             torch.maximum(maximum, sinks, out=maximum)
             torch.sub(sinks, maximum, out=sink).exp_()
         torch.sum(exact.sub_(maximum).exp_(), dim=-1, keepdim=True, out=total)
         if self.scoring.sinks is not None:
             total.add_(sink)
-        weights.copy_(exact.div_(total).view(shape))
-        attended = view(buffers.queries, *shape[:3], value.shape[-1])  # the queries have been read
-        for head in range(heads):
-            torch.bmm(weights[head], value[head], out=attended[head])
-        return attended.view(*query.shape[:4], value.shape[-1])
+        weights.copy_(exact.div_(total).view(weights.shape))
+
+
+def _view(buffer: Tensor, *shape: int) -> Tensor:
+    """Return the first elements of a buffer as a tensor of a given shape."""
+    return buffer[: math.prod(shape)].view(shape)
 
 
 def _states_of(states: Tensor, group: SequenceGroup, tile: QueryTile) -> Tensor:

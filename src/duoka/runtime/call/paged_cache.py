@@ -89,22 +89,24 @@ class PagedCache:
     ----------
     layer_windows : dict
         The window of each layer, once all are known.
+    unpacked : dict
+        The unpacked weight of each layer that expands latents by a quantized one.
     """
 
     def __init__(self, capacity: Capacity, windows: Collection[int] = (0,)) -> None:
         self.capacity = capacity
         self.windows = tuple(sorted(windows))
         self.layer_windows: dict[int, int] = {}
-        self._layers: dict[int, tuple[Pages, Pages]] = {}
+        self.unpacked: dict[int, Tensor] = {}
+        self._layers: dict[int, tuple[Pages, ...]] = {}
 
-    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Pages, Pages]:
-        """Return the pages of a layer's keys and values, allocated at its first call."""
+    def layer(self, index: int, *states: Tensor) -> tuple[Pages, ...]:
+        """Return the pages of a layer's keys and values, or latents; its first call allocates."""
         if index not in self._layers:
             number, size = self.capacity.pages + 1, self.capacity.page_tokens
             is_int8 = self.capacity.is_int8
-            self._layers[index] = (
-                Pages.new(key, number, size, is_int8=is_int8),
-                Pages.new(value, number, size, is_int8=is_int8),
+            self._layers[index] = tuple(
+                Pages.new(part, number, size, is_int8=is_int8) for part in states
             )
         return self._layers[index]
 

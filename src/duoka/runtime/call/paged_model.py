@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from duoka.errors import ModelError
 from duoka.forecast.serving import FIRST, Capacity, StepSize, WarmUp
+from duoka.forecast.workload import LATENT_PAGE_TOKENS
 from duoka.models.kv_cache import new_cache
 from duoka.models.quantization import computing_devices
 from duoka.report.measured import Fallback
@@ -24,6 +25,7 @@ from ..draw import draw_in_every_way
 from ..lost_gpu import find_lost_gpu
 from . import paged_attention
 from .chunk import Chunk
+from .latents import expand_again, keep_latents
 from .paged_cache import PagedCache
 from .paged_step import PagedStep, fill
 from .step_graphs import Recorded, StepGraph, StepGraphs, refuse_difference
@@ -83,6 +85,8 @@ class PagedModel:
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._is_spread = len(devices) > 1 if is_spread is None else is_spread
         paged_attention.register()
+        if capacity.page_tokens == LATENT_PAGE_TOKENS:
+            keep_latents(model)
         model.set_attn_implementation(paged_attention.NAME)
         if is_known:
             self._omit_masks(dict(enumerate(windows)))
@@ -98,6 +102,7 @@ class PagedModel:
     def close(self) -> None:
         """Restore the model's own attention, and free the cache."""
         self.model.set_attn_implementation(self._attention_before)
+        expand_again(self.model)
         self.graphs.clear()
         del self.cache
 
@@ -163,7 +168,7 @@ class PagedModel:
     def call_for_graph(self, size: StepSize) -> tuple[Callable[[], Tensor], Tensor]:
         """Return a function that calls the model with a decode step, and the step's empty table."""
         step = PagedStep.of_decoding(size, self.cache, 0)
-        table = torch.empty(len(step.numbers()), dtype=torch.long, device=self.device)
+        table = step.new_table(self.device, len(step.numbers()))
         inputs = step.arguments(table)
         self._insert_sampled(inputs["input_ids"])
         return self._bind(step, inputs), table

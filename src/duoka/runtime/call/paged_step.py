@@ -82,6 +82,11 @@ class PagedStep:
     ----------
     chunks : sequence of Chunk
     cache : PagedCache
+
+    Attributes
+    ----------
+    is_decoding : bool
+        True if the step has one token of each sequence, after which one is sampled.
     """
 
     def __init__(self, chunks: Sequence[Chunk], cache: PagedCache) -> None:
@@ -89,15 +94,21 @@ class PagedStep:
         # is [0, 0, 0, 1, 1, 2]. If the chunks of 3 and 1 tokens have a `row`, `last_rows` begins
         # with 2 and 5: the last token of each, in the caller's order. Padding repeats token 0.
         self.cache = cache
+        capacity = cache.capacity
+        number = sum(len(chunk.tokens) for chunk in chunks)
+        self.num_tokens = capacity.tokens(number)
+        self.is_decoding = all(len(c.tokens) == 1 and c.row is not None for c in chunks)
+        is_graph = self.is_decoding and number <= capacity.most_graph_tokens
+        self._gathers_all = is_graph and not capacity.has_block_tables
+        if self._gathers_all:
+            padding = Chunk(-1, [0], 0, [cache.scratch_page], row=None)
+            chunks = [*chunks, *[padding] * (self.num_tokens - number)]
         order = sorted(range(len(chunks)), key=lambda at: _sort_key(chunks[at]))
         self.chunks = [chunks[at] for at in order]
         lengths = [len(chunk.tokens) for chunk in self.chunks]
         self.offsets = np.cumsum([0, *lengths])  # cu_seqlens
-        number = int(self.offsets[-1])
         ends = dict(zip(order, self.offsets[1:].tolist(), strict=True))
         rows = [ends[at] - 1 for at, chunk in enumerate(chunks) if chunk.row is not None]
-        capacity = cache.capacity
-        self.num_tokens = capacity.tokens(number)
         self.last_rows = rows + [0] * (capacity.logits(len(rows)) - len(rows))
         self.windows: dict[int, int] = {}  # by layer that has called attention
         self._groups: dict[int, list[SequenceGroup]] = {}
@@ -119,12 +130,6 @@ class PagedStep:
     def takes_sampled(self) -> bool:
         """True if the previous step samples tokens of this one (see `Chunk`)."""
         return any(chunk.tokens[0] < 0 for chunk in self.chunks)
-
-    @property
-    def is_decoding(self) -> bool:
-        """True if the step has one token of each sequence, after which one is sampled."""
-        is_single = len(self.chunks) == len(self._chunk_of)
-        return is_single and all(chunk.row is not None for chunk in self.chunks)
 
     @classmethod
     def of_size(cls, size: StepSize, cache: PagedCache) -> PagedStep:
@@ -211,11 +216,17 @@ class PagedStep:
 
         The host doesn't wait for the device.
         """
-        gathered, numbers = self.cache.capacity.gathered_tokens, self.numbers()
-        table = torch.empty(gathered + len(numbers), dtype=torch.long, device=device)
-        torch.arange(gathered, out=table[:gathered])
-        fill(table[gathered:], numbers)
+        numbers = self.numbers()
+        table = self.new_table(device, len(numbers))
+        fill(table, numbers)
         return self.arguments(table)
+
+    def new_table(self, device: torch.device, size: int) -> Tensor:
+        """Make a table on a device, with the positions of keys and room for `size` numbers."""
+        gathered = self.cache.capacity.gathered_tokens
+        table = torch.empty(gathered + size, dtype=torch.long, device=device)
+        torch.arange(gathered, out=table[:gathered])
+        return table
 
     def numbers(self) -> Tensor:
         """Return the table behind the positions of keys, on the host."""
@@ -299,6 +310,8 @@ class PagedStep:
         if window in self._groups:
             return np.full(capacity.gathered_pages, scratch)
         lengths = [-(-chunk.end // capacity.page_tokens) for chunk in self.chunks] - firsts
+        if self._gathers_all:
+            lengths[:] = capacity.context_pages
         groups, tables, offset = [], list[NDArray[np.int64]](), 0
         for start, stop in self._group_ranges(lengths.tolist()):
             is_several, row = stop - start > 1, int(self.offsets[start])
@@ -312,9 +325,10 @@ class PagedStep:
             first_line = tile.inner.start if is_several else 0
             for line, index in enumerate(range(start, stop), first_line):
                 first, length = firsts[index], lengths[index]
-                table[line, :length] = self.chunks[index].pages[first : first + length]
+                known = self.chunks[index].pages[first : first + length]
+                table[line, : len(known)] = known
             tiles: tuple[QueryTile, ...] = (tile,)
-            if not is_several:
+            if not is_several and not self._gathers_all:
                 tiles = tuple(self._cut_tiles(start, int(firsts[start]), window, pages))
             groups.append(SequenceGroup(number, pages, offset, tiles))
             tables.append(table.ravel())
@@ -322,6 +336,9 @@ class PagedStep:
         self._groups[window] = groups
         return np.concatenate(tables)
 
+    # In a step that is a CUDA graph, all sequences have the pages of a full context, the unused of
+    # which are scratch pages, so that the groups depend on the number of tokens alone.
+    #
     # Decoding sequences of similar length form a group: their queries are one tile, their pages one
     # table, padded to the longest. With lengths of 7, 7, 7, 8 and 20 pages the first four form a
     # group of 4 × 8 pages, as 20 is more than `_PADDING` times 7. The number of sequences is a
@@ -365,8 +382,8 @@ class PagedStep:
 
 
 def fill(table: Tensor, numbers: Tensor) -> None:
-    """Copy numbers of the host into a table; the host doesn't wait for the device."""
-    table.copy_(pinned(numbers, table.device), non_blocking=True)
+    """Copy numbers of the host to the end of a table; the host doesn't wait for the device."""
+    table[len(table) - len(numbers) :].copy_(pinned(numbers, table.device), non_blocking=True)
 
 
 def _padded(numbers: Sequence[int] | NDArray[np.int64], size: int) -> NDArray[np.int64]:
