@@ -21,6 +21,7 @@ import duoka
 from duoka import Constraints, Fleet, Plan, Workload
 from duoka.errors import FleetError
 from duoka.forecast.workload import Quantization
+from duoka.models.quantization import parts
 from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.load.read_ahead import STRETCH_BYTES
 
@@ -178,3 +179,29 @@ def test_memory_that_was_taken_meanwhile_is_told(small: Path) -> None:
         duoka.load(plan)
     del held  # what the allocator keeps of it is given back
     assert next(duoka.load(plan).parameters()).device == torch.device("cuda:1")
+
+
+@pytest.mark.slow
+@pytest.mark.cuda_rig(gpus="4GiB", context="400MiB", copy_limit="4KiB")
+@pytest.mark.parametrize("quantize", ["none", "int4"])
+def test_experts_on_the_host_are_in_memory_once(quantize: Quantization) -> None:
+    """Each expert is quantized as it is read, and pinned where it stays."""
+    shape = {
+        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048,
+        "moe_intermediate_size": 768, "num_experts": 64, "num_experts_per_tok": 8, "head_dim": 64,
+        "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "vocab_size": 1024,
+    }  # fmt: skip
+    with hole_checkpoint(shape) as folder:
+        workload = replace(PROMPT, quantize=quantize)
+        fleet = Fleet.detect().with_host("8GiB,30GB/s")
+        plan = duoka.plan(folder, fleet, workload, constraints=Constraints(experts="host"))
+        before = peak_host_bytes(anew=True)
+        model = duoka.load(plan)
+        assert len(plan.host_experts) == shape["num_hidden_layers"]
+        assert plan.forecast.expert_bytes > 500 * MIB
+        assert peak_host_bytes() - before < plan.forecast.expert_bytes + 512 * MIB
+        hosted = [p for name, p in model.named_parameters() if "experts" in name]
+        assert all(part.is_pinned() for weight in hosted for part in parts(weight).values())
+        (stage,) = plan.forecast.devices
+        assert torch.cuda.memory_allocated(stage.device) == stage.weight_bytes
