@@ -23,6 +23,11 @@ from .constraints import Constraints
 from .device_map import find_device
 from .room import LEAST_CHUNK_TOKENS, is_tight, room_bytes
 
+DISK_BYTES_PER_SECOND = 2e9
+"""The rate of a disk that is assumed for the time of loading."""
+LOADING_BYTES = 2**29
+"""Host memory for reading and quantizing, besides weights that stay there."""
+
 _CROSSINGS = "{crossings}; every GPU keeps at least {free} free."
 _SENTENCES = {
     "one-gpu": "One GPU is enough: {first} holds the whole model.",
@@ -47,6 +52,10 @@ _SENTENCES = {
     ),
     "faster-host": "With host memory twice as fast, a request would get about {rate} tokens/s.",
     "another-gpu": "With another {gpu}, a request would get about {rate} tokens/s.",
+    "loading": (
+        "Loading reads {size}, in about {time} from a disk of 2 GB/s, and needs {peak} of host "
+        "memory."
+    ),
     "host-unknown": "The CPU memory is not checked, because the GPUs were declared.",
     "cpu-unused": (
         "No module runs on the CPU, which is slow; a device map can place modules there."
@@ -154,6 +163,19 @@ def host_reason(costs: Costs) -> Reason:
         "rate": rate if known else f"an assumed {rate} (duoka bench --calibrate measures it)",
     }
     return Reason("host-experts", values)
+
+
+def load_reason(stored_bytes: int | None, expert_bytes: int) -> Iterator[Reason]:
+    """Yield the time and the host memory of loading experts to the host, if the size is known."""
+    if expert_bytes and stored_bytes:
+        yield Reason(
+            "loading",
+            {
+                "size": format_bytes(stored_bytes),
+                "time": f"{stored_bytes / DISK_BYTES_PER_SECOND:.0f} s",
+                "peak": format_bytes(expert_bytes + LOADING_BYTES),
+            },
+        )
 
 
 def faster_reasons(costs: Costs, fleet: Fleet, token_seconds: float | None) -> Iterator[Reason]:

@@ -32,7 +32,7 @@ from duoka.forecast.workload import (
 from .limits import host_of
 from .plan import Plan
 from .planner import check_context
-from .reasons import chunk_reason, quantization_reason
+from .reasons import chunk_reason, load_reason, quantization_reason
 from .request import PlanProblem, PlanRequest
 from .solve import find_plan, solve
 from .suggestions import ProfileFor, SuggestionSearch
@@ -177,7 +177,8 @@ def answer_checkpoint(
         note = whole_prompt_note(checkpoint, selected.workload)
         raise error.with_ways_out(error.ways_out, f"; {note}") if note else error from None
     reasons = quantization_reason(plan.workload, failed, is_offloaded=bool(plan.offloaded))
-    return replace(plan, source=checkpoint.source, why=(*reasons, *plan.why))
+    loading = load_reason(checkpoint.weight_bytes, plan.forecast.expert_bytes)
+    return replace(plan, source=checkpoint.source, why=(*reasons, *plan.why, *loading))
 
 
 def _with_schemes(checkpoint: Checkpoint, problem: PlanProblem) -> Iterator[PlanProblem]:
