@@ -228,7 +228,7 @@ def no_host_experts(profile: Profile, problem: PlanProblem) -> DuokaError:
     if problem.workload.training is not None and problem.workload.training.method == "full":
         return UsageError(
             "experts in host memory can't be trained",
-            hint="train adapters (duoka tune --method lora), or omit --experts",
+            hint="train adapters (--train lora), or omit --experts",
         )
     host, find = host_of(problem), problem.find_profile
     if host is None:
@@ -238,8 +238,8 @@ def no_host_experts(profile: Profile, problem: PlanProblem) -> DuokaError:
         )
     if find is None:
         return UsageError(
-            "the experts of a model given as an object can't be in host memory",
-            hint="give the directory of its checkpoint, or omit experts",
+            "replicas, and models given as objects, have no experts in host memory",
+            hint="plan one copy of a checkpoint, or omit experts",
         )
     needed_bytes = find(replace(problem.workload, host_experts=ALL_EXPERTS)).expert_bytes
     if (missing_bytes := needed_bytes - host.budget_bytes) > 0:

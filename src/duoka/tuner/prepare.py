@@ -209,7 +209,9 @@ def plans_for(
     # "auto" takes the largest number of replicas that fits, because more replicas have fewer
     # micro-batches each. With four GPUs and 8 micro-batches four replicas are tried, then three,
     # two and one. `fleet` is one machine; the plans of all machines are equal.
-    max_replicas = min(len(fleet.devices), micro_batches)
+    max_replicas = 1 if settings.experts == "host" else min(len(fleet.devices), micro_batches)
+    if replicas not in ("auto", 1) and settings.experts == "host":
+        raise UsageError("replicas have no experts in host memory", hint="omit --replicas")
     numbers = range(max_replicas, 0, -1) if replicas == "auto" else (replicas,)
     for number in numbers:
         with suppress(InfeasibleError):
