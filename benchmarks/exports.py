@@ -1,8 +1,7 @@
 """Exports held against the tools' own parsers, cut out of their packages.
 
-    pip download --no-deps -d wheels vllm==0.33.0 sglang==0.5.23 torchtitan==0.3.0 deepspeed==0.19.8
+    pip download --no-deps -d wheels vllm==0.33.0 sglang==0.5.23 torchtitan==0.3.0
     for wheel in wheels/*.whl; do python -m zipfile -e "$wheel" tools; done
-    tar -xzf wheels/deepspeed-*.tar.gz -C tools
     python benchmarks/exports.py tools
 
 Nothing of the tools is installed or imported: they want CUDA, and their own torch. Of each one the
@@ -26,7 +25,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import accumulate, chain, pairwise, product
+from itertools import accumulate, chain, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -282,22 +281,7 @@ def torchtitan(tool: Tool, plan: duoka.Plan) -> None:
     assert sum(map(len, kept)) == num + 3
 
 
-def deepspeed(tool: Tool, plan: duoka.Plan) -> None:
-    deal = tool.function("runtime/utils.py", "partition_uniform")
-    text = duoka.export(plan, "deepspeed").text
-    line = next(line for line in text.splitlines() if line.startswith("boundaries = "))
-    boundaries = ast.literal_eval(line.removeprefix("boundaries = "))
-    stages = len(boundaries) - 1
-    assert deal(stages, stages) == list(range(stages + 1))  # one to each
-    # The embedding goes with the first layers, norm and head with the last ones.
-    inner = [(start - 1, stop - 1) for start, stop in pairwise(boundaries)]
-    assert inner == [
-        (-1 if place == 0 else start, stop + 2 * (place == stages - 1))
-        for place, (start, stop) in enumerate(bounds(plan))
-    ]
-
-
-TOOLS = {"vllm": vllm, "sglang": sglang, "torchtitan": torchtitan, "deepspeed": deepspeed}
+TOOLS = {"vllm": vllm, "sglang": sglang, "torchtitan": torchtitan}
 
 
 def plans() -> Iterator[duoka.Plan]:

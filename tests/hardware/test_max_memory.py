@@ -36,7 +36,7 @@ def test_budgets(given_: Any, names: tuple[str, ...], budgets: tuple[int, ...]) 
         ({0: -1}, UsageError, "which is not a size"),
         ({0: "much"}, UsageError, "is not a size"),
         ({0: 0}, FleetError, "the fleet has no device"),
-        ({0: 1, "disk": "100GB"}, FleetError, "doesn't offload"),
+        ({0: 1, "disk": "100GB"}, FleetError, "not a device"),
         ({"mps": 5}, FleetError, "is not a device"),
         ({True: 5}, FleetError, "is not a device"),
         ({"0": 5, 0: 6}, FleetError, "twice"),

@@ -108,7 +108,6 @@ def test_another_form_is_refused(messages: Any) -> None:
 
 
 REFUSED: list[tuple[Any, str]] = [
-    ([OPENAI[0]] * 4097, "a list of 1 to 4096"),
     ([OPENAI[0], {"role": "tool", "content": "x", "tool_call_id": "call_9"}],
      r"messages\[1\]: it is the result of the call .*, which no earlier message"),
     ([{"role": "assistant", "tool_calls": [call("c", "f", "[]")]}], "no JSON arguments"),

@@ -87,10 +87,10 @@ def test_each_form_has_them(path: str, stream: bool, fetches: list[Any]) -> None
 def test_a_refusal_has_a_status_of_its_own(
     path: str, stream: bool, fetches: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_images, "_MOST_REQUESTS", 0)
+    monkeypatch.setattr("duoka.serve.limits._MOST_MEMORY_BYTES", 2**20)
     (answer,), asks = post(path, {**FORMS[path], "stream": stream})
-    assert (answer.status_code, answer.headers["Retry-After"], asks) == (429, "5", [])
-    assert "are already" in answer.json()["error"]["message"]
+    assert (answer.status_code, answer.headers["Retry-After"], asks) == (503, "5", [])
+    assert "are in transfer" in answer.json()["error"]["message"]
 
 
 def test_several_share_the_limits(fetches: list[Any]) -> None:
@@ -121,30 +121,6 @@ def test_what_is_refused(said: Any, reason: str, fetches: list[Any]) -> None:
     assert (answer.status_code, error["param"], asks) == (400, "messages", [])
     assert reason in error["message"]
     assert len(fetches) <= 1
-
-
-def test_few_requests_fetch_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    fetches: list[str] = []
-
-    async def fetch_when_others_are_refused(address: str, **limits: Any) -> bytes:
-        fetches.append(address)
-        while len(refused) < 3:
-            await asyncio.sleep(0)
-        return b"image"
-
-    refused: list[None] = []
-    too_many = remote_images.HttpError
-
-    def refuse(*args: Any, **kwargs: Any) -> Exception:
-        refused.append(None)
-        return too_many(*args, **kwargs)
-
-    monkeypatch.setattr(web, "fetch", fetch_when_others_are_refused)
-    monkeypatch.setattr(remote_images, "HttpError", refuse)
-    monkeypatch.setattr(remote_images, "_MOST_REQUESTS", 2)
-    answers, asks = post("/v1/chat/completions", *[messages_of(URL)] * 5)
-    assert sorted(answer.status_code for answer in answers) == [200, 200, 429, 429, 429]
-    assert len(asks) == len(fetches) == 2
 
 
 def test_they_count_among_what_is_held(fetches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from duoka.base.files import Stamp
 from duoka.errors import CheckpointError
 
 from .directory import Folder
-from .headers import DAMAGED, INCOMPLETE, Index, TensorInfo, read_index, reading
+from .headers import INCOMPLETE, Index, TensorInfo, read_index, reading
 
 # The order in which transformers looks for weights, so that the same files are read.
 _Kind = Literal["safetensors", "bin"]
@@ -107,12 +107,7 @@ def _sharded(folder: Folder, index: Index, files: list[str], kind: _Kind) -> Wei
         return Weights({key: TensorInfo(name=key, file=f) for key, f in files_by_key}, sizes, kind)
     tensors: dict[str, TensorInfo] = {}
     for header in folder.headers(files).values():
-        for key, tensor in header.items():
-            if key in tensors:
-                raise CheckpointError(
-                    f"the tensor {key!r} occurs in two files of {folder.path}", hint=DAMAGED
-                )
-            tensors[key] = tensor
+        tensors |= header
     misplaced = [
         key
         for key, shard in index.files.items()

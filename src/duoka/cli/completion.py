@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import completion as typers
@@ -16,17 +15,12 @@ _VARIABLE = "_DUOKA_COMPLETE"
 """Variable that the shell's script sets to request completions; its value depends on Typer."""
 
 
-class Shell(StrEnum):
-    """Shells that a completion script exists for."""
-
-    BASH = "bash"
-    ZSH = "zsh"
-    FISH = "fish"
-
-
 @with_groups
 def completion(
-    shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="Shell: bash, zsh or fish.")],
+    shell: Annotated[
+        Literal["bash", "zsh", "fish"],
+        typer.Argument(metavar="SHELL", help="Shell: bash, zsh or fish."),
+    ],
 ) -> None:
     """Print a shell completion script for duoka's commands, options, values and files.
 
@@ -36,10 +30,8 @@ def completion(
 
     [bold]duoka completion[/] fish > ~/.config/fish/completions/duoka.fish
     """
-    script = _typers.get_completion_script(
-        prog_name="duoka", complete_var=_VARIABLE, shell=shell.value
-    )
-    typer.echo(script)
+    names = {"prog_name": "duoka", "complete_var": _VARIABLE}
+    typer.echo(_typers.get_completion_script(**names, shell=shell))
 
 
 def completed(program: Any) -> int | None:
@@ -49,10 +41,7 @@ def completed(program: Any) -> int | None:
         return None
     from typer import rich_utils
 
-    width, rich_utils.MAX_WIDTH = rich_utils.MAX_WIDTH, 1000  # a word and its help are one line
-    try:
-        _typers.completion_init()
-        code: int = _typers.shell_complete(program, {}, "duoka", _VARIABLE, instruction)
-        return code
-    finally:
-        rich_utils.MAX_WIDTH = width
+    rich_utils.MAX_WIDTH = 1000  # a word and its help are one line; the process ends afterwards
+    _typers.completion_init()
+    code: int = _typers.shell_complete(program, {}, "duoka", _VARIABLE, instruction)
+    return code

@@ -98,7 +98,8 @@ def report(error: BaseException, *, debug: bool, arguments: Sequence[str] = ()) 
     # If the terminal is closed, nothing can be printed; the exit code is still right.
     try:
         if code == DEFECT or (debug and not isinstance(error, _WRONG_OPTIONS | BrokenPipeError)):
-            _show_traceback(error)
+            text = "".join(traceback.format_exception(error))
+            sys.stderr.write(printable(redact(text)))
         if signum is not None:
             stderr().print("stopped", highlight=False)
         else:
@@ -200,12 +201,6 @@ def _print_usage(error: Any, arguments: Sequence[str]) -> None:
             hint = f"the option here is {option}; {hint}"
             break
     _print_message(error.format_message(), hint)
-
-
-def _show_traceback(error: BaseException) -> None:
-    """Print the traceback of an error, without secrets and control characters."""
-    text = "".join(traceback.format_exception(error))
-    sys.stderr.write(printable(redact(text)))
 
 
 def redact(text: str) -> str:

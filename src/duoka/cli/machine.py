@@ -45,7 +45,9 @@ def versions() -> str:
 
 def explain(error: BaseException) -> MachineError | None:
     """Return a MachineError if the machine caused an unexpected error; None for a defect."""
-    if isinstance(error, MemoryError) or _is_out_of_cpu_memory(error):
+    # torch's CPU allocator raises a plain RuntimeError, which only its name identifies.
+    is_torch = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    if isinstance(error, MemoryError) or is_torch:
         return MachineError(
             "this machine has run out of memory",
             hint="end other programs, or plan a smaller workload: --context, --batch, --dtype",
@@ -93,12 +95,6 @@ def _os_failure(error: OSError) -> MachineError | None:
         return None
     where = f"{error.filename}: " if error.filename is not None else ""
     return MachineError(f"{where}{error.strerror}", hint=_HINTS.get(error.errno or 0))
-
-
-def _is_out_of_cpu_memory(error: BaseException) -> bool:
-    """Return True if torch's CPU allocator found no memory."""
-    # torch raises a plain RuntimeError here, which only the allocator's name identifies.
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def _format_error(error: BaseException) -> str:

@@ -45,7 +45,7 @@ class PlanOutput(NamesOption):
     export: str | None = option(
         "TOOL",
         "Print the plan in the form of another tool: accelerate, vllm, sglang, llama.cpp, "
-        "torch-pipelining, torchtitan or deepspeed.",
+        "torch-pipelining or torchtitan.",
         values=TOOLS,
     )
     gguf: Path | None = option(

@@ -43,6 +43,7 @@ _CONTEXT_TOKENS = 4096
 _NEW_TOKENS = 512
 _CONTEXT_PER_NEW = 4
 _SEQUENCES = 16
+_SERVED_CACHES = ("paged", "int8", "paged-int8")
 _MAX_QUOTED = 60
 
 
@@ -362,14 +363,9 @@ def read_workload(
 
 def _read_cache(options: PlanOptions) -> Cache:
     """Return the kind of KV cache, which is always paged with --serve."""
-    cache = choose("cache", options.cache or ("paged" if options.serve else "dynamic"), CACHES)
     if not options.serve:
-        return cache
-    if cache == "dynamic":
-        raise UsageError(
-            "--cache dynamic can't be combined with --serve, whose KV cache is paged",
-            hint="use --cache int8 for 8-bit pages, or omit it for the model's own type",
-        )
+        return choose("cache", options.cache or "dynamic", CACHES)
+    cache = choose("the cache for --serve", options.cache or "paged", _SERVED_CACHES)
     return "paged" if cache == "paged" else "paged-int8"
 
 

@@ -349,10 +349,6 @@ def _parse_max_memory_key(key: object) -> str:
         return f"{'vgpu' if match['virtual'] else 'cuda'}:{int(match['number'])}"
     if text == "cpu":
         return text
-    if text == "disk":
-        raise FleetError(
-            "max_memory contains disk, and duoka doesn't offload to disk", hint="omit it"
-        )
     raise FleetError(
         f"max_memory names {text[:60]!r}, which is not a device", hint=_MAX_MEMORY_FORM
     )

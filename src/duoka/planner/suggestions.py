@@ -9,7 +9,7 @@ the plan for these options.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from duoka.base.units import format_bytes
@@ -77,6 +77,7 @@ _KINDS = {
 #   int4       int4 weights                                           a plan: suggested
 #   offload    as few weights in the host's memory as possible        a plan: suggested
 #   gpu        one more card; a larger card; more of the same kind    the smallest of each
+@dataclass(eq=False)
 class SuggestionSearch:
     """The search for suggestions for a problem without a plan.
 
@@ -85,18 +86,15 @@ class SuggestionSearch:
     The options of suggestions are relative to `request`, by default the problem's.
     """
 
-    def __init__(
-        self,
-        profile: Profile,
-        problem: PlanProblem,
-        profile_for: ProfileFor | None = None,
-        request: PlanRequest | None = None,
-    ) -> None:
-        self._profile = profile
-        self._problem = problem
-        self._request = request or problem.request
-        self._workload = problem.workload
-        self._profile_for = profile_for or self._own_profile
+    profile: Profile
+    problem: PlanProblem
+    profile_for: ProfileFor | None = None
+    request: PlanRequest | None = None
+
+    def __post_init__(self) -> None:
+        self._request = self.request or self.problem.request
+        self._workload = self.problem.workload
+        self._profile_for = self.profile_for or self._own_profile
 
     def run(self) -> Iterator[WayOut]:
         """Yield the suggestions, cheapest for quality first."""
@@ -105,10 +103,10 @@ class SuggestionSearch:
         else:
             yield from self._change_training(self._workload.training)
             yield from self._shorten()
-        if self._problem.device_map is not None:
+        if self.problem.device_map is not None:
             yield from self._drop_map()
         else:
-            for upgrade in upgrades(self._problem, self._plan):
+            for upgrade in upgrades(self.problem, self._plan):
                 yield self._suggestion("gpu", upgrade.plan, text=upgrade.text)
 
     # ── fewer tokens, fewer bits, other memory ──
@@ -118,7 +116,7 @@ class SuggestionSearch:
         # Each `_try` suggests the first of its problems with a plan: the change alone, then with
         # another chunk, then with a smaller cache. Quantized weights are combined with a shorter
         # context only if no context fits without them.
-        has_own_cache = self._workload.images or self._problem.constraints.offload
+        has_own_cache = self._workload.images or self.problem.constraints.offload
         if self._workload.cache == "dynamic" and not has_own_cache:
             paged: dict[str, Any] = {"cache": "paged", "pages_for_batch": True}
             yield from self._try("pages", *self._with_any_chunk(**paged))
@@ -126,7 +124,7 @@ class SuggestionSearch:
         yield from shorter
         if self._workload.prefill_chunk_tokens != "auto":
             yield from self._try("chunk", self._change(prefill_chunk_tokens="auto"))
-        yield from self._shrink_batch("batch", self._problem)
+        yield from self._shrink_batch("batch", self.problem)
         cache = "paged-int8" if self._workload.is_paged else "int8"
         with_cache: dict[str, Any] = {} if self._workload.has_int8_cache else {"cache": cache}
         if with_cache:
@@ -146,7 +144,7 @@ class SuggestionSearch:
 
     def _shorten(self) -> Iterator[WayOut]:
         """Suggest the longest context that fits."""
-        problem = self._problem
+        problem = self.problem
         if problem.largest == "context" or problem.device_map is not None:
             return  # the shortest context was tried; with a map, no size is searched
         batch = 1 if problem.largest == "batch" else self._workload.batch
@@ -172,7 +170,7 @@ class SuggestionSearch:
 
     def _keep_experts_on_host(self) -> Iterator[WayOut]:
         """Suggest host memory for experts, with the fewest bits, where its size is unknown."""
-        problem, can_quantize = self._problem, "int4" in self._smaller_schemes()
+        problem, can_quantize = self.problem, "int4" in self._smaller_schemes()
         if host_of(problem) is not None or problem.device_map or problem.largest:
             return
         changed = self._change(quantize="int4") if can_quantize else problem
@@ -196,12 +194,12 @@ class SuggestionSearch:
 
     def _drop_map(self) -> Iterator[WayOut]:
         """Suggest duoka's own plan instead of the device map, or other changes without the map."""
-        problem = replace(self._problem, device_map=None)
+        problem = replace(self.problem, device_map=None)
         # If the planner has no plan without the map either, a separate search for suggestions
         # follows; each of its suggestions also leaves out the map.
         suggestions = [*self._try("map", problem)]
         if not suggestions:
-            search = SuggestionSearch(self._profile, problem, self._profile_for, self._request)
+            search = SuggestionSearch(self.profile, problem, self._profile_for, self._request)
             suggestions = [
                 replace(way, text=f"{way.text}, with duoka's plan instead of the map")
                 for way in search.run()
@@ -218,7 +216,7 @@ class SuggestionSearch:
         # quantized weights with LoRA. `single_change` is True if one of the first three fits: the
         # later changes, which cost accuracy, are then tried without gradient checkpointing.
         recomputing = replace(training, gradient_checkpointing=True)
-        ways = list(self._shrink_batch("micro-batch", self._problem))
+        ways = list(self._shrink_batch("micro-batch", self.problem))
         if recomputing != training:
             ways += self._try("checkpointing", self._change(training=recomputing))
         if not ways and recomputing != training:
@@ -257,7 +255,7 @@ class SuggestionSearch:
 
     def _change(self, **changes: Any) -> PlanProblem:
         """Return the problem with changed fields of its workload."""
-        return replace(self._problem, workload=replace(self._workload, **changes))
+        return replace(self.problem, workload=replace(self._workload, **changes))
 
     def _try(
         self, knob: str, *problems: PlanProblem, largest: Largest | None = None
@@ -307,12 +305,12 @@ class SuggestionSearch:
             return False
         if problem.constraints.experts != "gpu" and host_of(problem) is not None:
             return False
-        bits = _BITS.get(self._workload.quantize, 8 * DTYPE_BYTES.get(self._profile.dtype, 8))
+        bits = _BITS.get(self._workload.quantize, 8 * DTYPE_BYTES.get(self.profile.dtype, 8))
         least_bits = min(bits, _BITS.get(problem.workload.quantize, bits))
-        return self._profile.weight_bytes * least_bits > problem.fleet.budget_bytes * bits
+        return self.profile.weight_bytes * least_bits > problem.fleet.budget_bytes * bits
 
     def _own_profile(self, workload: Workload) -> Profile | None:
-        return self._profile if workload.conditions == self._profile.conditions else None
+        return self.profile if workload.conditions == self.profile.conditions else None
 
     # ── describing a plan ──
 
@@ -349,7 +347,7 @@ class SuggestionSearch:
                 workload.training.gradient_checkpointing > requested.training.gradient_checkpointing
             ):
                 text += ", with gradient checkpointing"
-        largest = self._problem.largest
+        largest = self.problem.largest
         if knob in _BITS and plan.request.largest != largest:
             text += f", and {_describe_context(workload)}"
         if knob != "cache" and workload.has_int8_cache and not requested.has_int8_cache:
@@ -376,7 +374,7 @@ class SuggestionSearch:
             "bits": _BITS.get(workload.quantize),
             "scheme": workload.quantize,
             "weights": format_bytes(sum(stage.weight_bytes for stage in stages)),
-            "unquantized": format_bytes(self._profile.weight_bytes),
+            "unquantized": format_bytes(self.profile.weight_bytes),
             "host": format_bytes(plan.forecast.host_bytes),
             "host_experts": format_bytes(plan.forecast.expert_bytes),
             "weights_in": "" if workload.quantize == "none" else f", {workload.quantize} weights",

@@ -27,39 +27,34 @@ _ROOT = "%SRCROOT%"
 _Json = dict[str, Any]
 
 
-# Rules: identifier, name, short description, and full description.
+# Rules: identifier, short description, and full description.
 _RULES = (
     (
         "mixed-devices",
-        "MixedDevices",
         "An operation on tensors of several devices",
         "The tensors of one operation are on several devices, which CUDA rejects. Move the "
         "smaller tensor to the other device: other.to(x.device).",
     ),
     (
         "in-place",
-        "InPlaceAcrossDevices",
         "A write into a tensor on another device",
         "The value is on another device than the tensor it is written to. Move it first: x[i] = "
         "value.to(x.device).",
     ),
     (
         "gradient",
-        "GradientOnAnotherDevice",
         "A gradient on another device than its tensor",
         "A backward function returns a gradient on another device than its tensor. Move the "
         "gradient to the tensor's device before returning it.",
     ),
     (
         "hard-coded-device",
-        "HardCodedDevice",
         "A hard-coded device",
         "Model code with a hard-coded device works on one placement only. Use the device of a "
         "tensor: device=x.device.",
     ),
     (
         "memory",
-        "OutOfMemory",
         "A device that exceeds its memory budget",
         "The peak memory of a device is above its budget; the result is at the line that sets "
         "the peak.",
@@ -182,12 +177,11 @@ def _driver() -> _Json:
     rules = [
         {
             "id": identifier,
-            "name": name,
             "shortDescription": {"text": short},
             "fullDescription": {"text": full},
             "help": {"text": full},
         }
-        for identifier, name, short, full in _RULES
+        for identifier, short, full in _RULES
     ]
     installed = version("duoka")
     return {"name": "duoka", "rules": rules, "version": installed, "semanticVersion": installed}

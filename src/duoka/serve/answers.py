@@ -114,12 +114,7 @@ class OpenAIAnswer(Answer):
             _choice(number, choice.content, self._has_logprobs and choice.logprobs, choice.finish)
             for number, choice in enumerate(self._choices)
         ]
-        return {
-            **self._head,
-            **self._fields,
-            "choices": choices,
-            "usage": self.usage.to_dict(),
-        }
+        return {**self._head, **self._fields, "choices": choices, "usage": self.usage.to_dict()}
 
     def _to_piece(self, number: int, content: dict[str, Any], logprobs: Any, finish: Any) -> Piece:
         """Return a piece of the choice with this number."""
@@ -209,12 +204,8 @@ class CompletionChoice:
 
     def __init__(self, prefix: str) -> None:
         self.texts = [prefix]
-        self.logprobs: dict[str, list[Any]] = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
-        }
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        self.logprobs: dict[str, list[Any]] = {name: [] for name in names}
         self.finish = "stop"
         # The number of characters so far, and a decoder that holds back an incomplete character.
         self._offset = 0

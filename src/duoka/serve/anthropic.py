@@ -17,7 +17,16 @@ from pydantic import Field
 from .errors import HttpError
 from .message_answer import MessageAnswer
 from .messages import Prompt, Turn
-from .requests import AnswerRequest, Count, Form, StopTexts, choose_tools, drop_none, make_turn
+from .requests import (
+    AnswerRequest,
+    Count,
+    Form,
+    Function,
+    StopTexts,
+    choose_tools,
+    drop_none,
+    make_turn,
+)
 from .service import Service
 from .streams import respond
 
@@ -122,24 +131,11 @@ class AnthropicMessage(Form):
     content: str | Annotated[list[Block], Field(min_length=1)]
 
 
-class AnthropicTool(_Block):
+class AnthropicTool(Function, _Block):
     """A tool of the client."""
 
     type: Literal["custom"] | None = None
-    name: str
-    description: str | None = None
-    input_schema: dict[str, Any]
-    strict: bool | None = None
-
-    def to_chat_tool(self) -> dict[str, Any]:
-        """Return the tool in the format of OpenAI's chats."""
-        values = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.input_schema,
-            "strict": self.strict,
-        }
-        return {"type": "function", "function": drop_none(values)}
+    parameters: Annotated[dict[str, Any], Field(alias="input_schema")]
 
 
 class AnthropicToolChoice(Form):

@@ -19,7 +19,6 @@ from duoka.models.text.messages import ChatMessage, read_tool_call
 
 from .messages import Turn
 
-MOST_MESSAGES = 4096
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]{1,40};base64,", re.ASCII | re.IGNORECASE)
 
 
@@ -43,8 +42,6 @@ class ChatMessages:
 
     def read(self, turns: Sequence[Turn]) -> list[ChatMessage]:
         """Convert the turns; a UsageError names the number of the refused message."""
-        if len(turns) > MOST_MESSAGES:
-            raise UsageError(f"messages must be a list of 1 to {MOST_MESSAGES}")
         chat: list[ChatMessage] = []
         for number, turn in enumerate(turns):
             try:
@@ -59,7 +56,12 @@ class ChatMessages:
             hint = "supported are text, and image_url for users"
             raise UsageError('a part of its content is of type "image_url"', hint=hint)
         if turn.role == "tool":
-            self._check_result(turn)
+            if turn.call_id not in self._call_ids:
+                raise UsageError(
+                    f"it is the result of the call {json.dumps(turn.call_id)[:80]}, which no "
+                    "earlier message contains",
+                    hint="include the assistant's message with its calls",
+                )
             return ChatMessage(role="observation", content=turn.content, call_id=turn.call_id)
         content = turn.content
         if turn.reasoning and self.reasoning is not None:
@@ -73,15 +75,6 @@ class ChatMessages:
             images=tuple(map(self._read_image, turn.images)),
             calls=tuple(calls),
         )
-
-    def _check_result(self, turn: Turn) -> None:
-        """Raise UsageError if no earlier message has the tool call of a result."""
-        if turn.call_id not in self._call_ids:
-            raise UsageError(
-                f"it is the result of the call {json.dumps(turn.call_id)[:80]}, which no earlier "
-                "message contains",
-                hint="include the assistant's message with its calls",
-            )
 
     # Check the number before decoding: an image of a few hundred bytes can decode to a gigabyte.
 

@@ -12,15 +12,10 @@ _TYPES = {
     403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
-    413: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-_ANTHROPIC_TYPES = {
-    **_TYPES,
-    413: "request_too_large",
-    503: "overloaded_error",
-}
+_ANTHROPIC_TYPES = {**_TYPES, 413: "request_too_large", 503: "overloaded_error"}
 _ANTHROPIC_PATH = "/v1/messages"
 
 

@@ -39,6 +39,7 @@ class Question:
     open_reader: Callable[[], AnswerReader]
 
 
+@dataclass(eq=False)
 class QuestionReader:
     """Converts requests to questions, with a model's tokenizer, chat template and defaults.
 
@@ -51,16 +52,12 @@ class QuestionReader:
         The most tokens of a request, prompt and generated; None for no check of the length.
     """
 
-    def __init__(
-        self,
-        reader: PromptReader,
-        generation_config: Mapping[str, Any] | None = None,
-        context_tokens: int | None = None,
-    ) -> None:
-        self._reader = reader
-        self._generation_config = generation_config
-        self._limit = context_tokens
-        vocabulary = reader.tokenizer.get_vocab()
+    reader: PromptReader
+    generation_config: Mapping[str, Any] | None = None
+    context_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        vocabulary = self.reader.tokenizer.get_vocab()
         self._longest_token = max(map(len, vocabulary))
         self.num_tokens = 1 + max(vocabulary.values())
 
@@ -79,7 +76,7 @@ class QuestionReader:
         params_given = {name: value for name, value in (values or {}).items() if name != _FORMAT}
         question = self._read_prompt(prompt, grammar)
         params_given["grammar"] = question.params.grammar
-        params = SamplingParams.recommended(self._generation_config, **params_given)
+        params = SamplingParams.recommended(self.generation_config, **params_given)
         return replace(question, params=params)
 
     def _read_grammar(self, prompt: Prompt, values: Mapping[str, Any]) -> Grammar | None:
@@ -99,10 +96,10 @@ class QuestionReader:
         """Refuse a prompt with too many characters, whose tokenization could take minutes."""
         texts = [prompt.text or "", *(turn.content for turn in prompt.messages or ())]
         number = sum(map(len, texts))
-        if self._limit is not None and number > self._limit * self._longest_token:
+        if self.context_tokens is not None and number > self.context_tokens * self._longest_token:
             raise PromptTooLong(
-                f"the prompt has {number} characters, more than {self._limit} tokens of at most "
-                f"{self._longest_token} characters, for which the plan has memory"
+                f"the prompt has {number} characters, more than {self.context_tokens} tokens of at "
+                f"most {self._longest_token} characters, for which the plan has memory"
             )
 
     def _read_prompt(self, prompt: Prompt, grammar: Grammar | None) -> Question:
@@ -111,7 +108,7 @@ class QuestionReader:
             return self._read_chat(prompt, grammar)
         tokens = prompt.tokens
         return Question(
-            tokens=self._reader.plain(prompt.text or "") if tokens is None else list(tokens),
+            tokens=self.reader.plain(prompt.text or "") if tokens is None else list(tokens),
             params=SamplingParams(grammar=grammar),
             kept_ids=(),
             open_reader=lambda: AnswerReader(None, {}, None, keeps_space=True),
@@ -119,10 +116,10 @@ class QuestionReader:
 
     def _read_chat(self, prompt: Prompt, grammar: Grammar | None) -> Question:
         """Convert a chat; a forced tool call sets a grammar and begins the answer in the prompt."""
-        chat, answers, tools = self._reader.chat, self._reader.chat.answers, prompt.tools
-        most_images = None if chat.images is None else self._reader.workload.images
+        chat, answers, tools = self.reader.chat, self.reader.chat.answers, prompt.tools
+        most_images = None if chat.images is None else self.reader.workload.images
         messages = ChatMessages(answers.reasoning, most_images).read(prompt.messages or ())
-        self._reader.check_images(images_of(messages))
+        self.reader.check_images(images_of(messages))
         tokens = chat.prompt(messages, tools or None)
         is_parallel, forced = prompt.parallel_tool_calls, None
         if prompt.must_call:

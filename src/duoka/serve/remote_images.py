@@ -17,7 +17,6 @@ from .messages import Prompt
 # Limits for the images of one request: their number, their bytes in total (as many as fit in a body
 # in base64), and the seconds to download all of them.
 _MOST_IMAGES, _MOST_BYTES, _MOST_SECONDS = 16, MOST_BODY_BYTES * 3 // 4, 20.0
-_MOST_REQUESTS = 16
 
 
 class RemoteImages:
@@ -30,7 +29,6 @@ class RemoteImages:
 
     def __init__(self, memory: RequestMemory) -> None:
         self._memory = memory
-        self._num_requests = 0
 
     @asynccontextmanager
     async def put_into(self, prompt: Prompt) -> AsyncGenerator[Prompt, None]:
@@ -62,10 +60,6 @@ class RemoteImages:
         if len(addresses) > _MOST_IMAGES:
             text = f"{len(addresses)} image URLs in a request; the limit is {_MOST_IMAGES}"
             raise HttpError(400, text, param=field)
-        if self._num_requests >= _MOST_REQUESTS:
-            text = f"images of {_MOST_REQUESTS} requests are already being downloaded"
-            raise HttpError(429, text, code="queue_full", retry_after=5)
-        self._num_requests += 1
         images, remaining_bytes = {}, _MOST_BYTES
         time = asyncio.get_running_loop().time
         deadline = time() + _MOST_SECONDS
@@ -83,8 +77,6 @@ class RemoteImages:
                     images[address] = f"data:image/any;base64,{base64.b64encode(content).decode()}"
         except UsageError as error:
             raise HttpError(400, str(error), param=field) from error
-        finally:
-            self._num_requests -= 1
         return images
 
 

@@ -220,6 +220,11 @@ class Function(Form):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    def to_chat_tool(self) -> dict[str, Any]:
+        """Return the function as a tool in the format of chats."""
+        function = self.model_dump(include={*Function.model_fields}, exclude_none=True)
+        return {"type": "function", "function": function}
+
 
 class ChatTool(Form):
     """A tool of a chat: a function."""

@@ -21,6 +21,7 @@ from .requests import (
     Form,
     Function,
     IgnoredFields,
+    RefusalPart,
     TopLogprobs,
     choose_tools,
     drop_none,
@@ -47,13 +48,6 @@ class InputText(Form):
     logprobs: list[Any] | None = None
 
 
-class InputRefusal(Form):
-    """A refusal of the assistant."""
-
-    type: Literal["refusal"]
-    text: Annotated[str, Field(alias="refusal")]
-
-
 class InputImage(Form):
     """An image part of a message."""
 
@@ -62,7 +56,7 @@ class InputImage(Form):
     detail: Literal["auto", "low", "high"] | None = None
 
 
-Part = Annotated[InputText | InputRefusal | InputImage, Field(discriminator="type")]
+Part = Annotated[InputText | RefusalPart | InputImage, Field(discriminator="type")]
 
 
 class InputItem(Form):
@@ -138,11 +132,6 @@ class FunctionTool(Function):
     """A function of the client, offered as a tool."""
 
     type: Literal["function"]
-
-    def to_chat_tool(self) -> dict[str, Any]:
-        """Return the tool in the format of chats."""
-        function = self.model_dump(exclude={"type"}, exclude_none=True)
-        return {"type": "function", "function": function}
 
 
 class TextFormat(Form):

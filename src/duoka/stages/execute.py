@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,6 +19,7 @@ Forward = Callable[[int, torch.device], Tensor]
 """Calls the model with micro-batch `number` on a device; returns the loss in the last stage."""
 
 
+@dataclass(eq=False)
 class StagePipeline:
     """Runs micro-batches through this process's stages of a model.
 
@@ -25,20 +27,11 @@ class StagePipeline:
     stages, by default all. `before_last_backward` is called before the last backward pass of a run.
     """
 
-    def __init__(
-        self,
-        interceptor: BlockInterceptor,
-        channel: Channel,
-        devices: Sequence[torch.device],
-        *,
-        local: Collection[int] | None = None,
-        before_last_backward: Callable[[], object] = lambda: None,
-    ) -> None:
-        self._interceptor = interceptor
-        self._channel = channel
-        self._devices = devices
-        self._before_last_backward = before_last_backward
-        self._local = range(len(devices)) if local is None else local
+    interceptor: BlockInterceptor
+    channel: Channel
+    devices: Sequence[torch.device]
+    local: Collection[int] | None = None
+    before_last_backward: Callable[[], object] = lambda: None
 
     def run(
         self,
@@ -55,19 +48,20 @@ class StagePipeline:
         """
         running: dict[tuple[int, int], tuple[StageMicroBatch, Tensor | None]] = {}
         losses: list[Tensor] = []
-        own_passes = [step for step in passes if step.stage in self._local]
+        local = range(len(self.devices)) if self.local is None else self.local
+        own_passes = [step for step in passes if step.stage in local]
         for index, (stage, number, is_backward) in enumerate(own_passes):
             if is_backward:
                 if index == len(own_passes) - 1:
-                    self._before_last_backward()
+                    self.before_last_backward()
                 micro_batch, loss = running.pop((stage, number))
                 micro_batch.backward(loss)
                 continue
-            device = self._devices[stage]
+            device = self.devices[stage]
             micro_batch = StageMicroBatch(
-                routes[number], stage, number, self._channel, device, learns=learns
+                routes[number], stage, number, self.channel, device, learns=learns
             )
-            loss = micro_batch.forward(self._interceptor, partial(forward, number, device))
+            loss = micro_batch.forward(self.interceptor, partial(forward, number, device))
             if learns:
                 running[stage, number] = micro_batch, loss
             if loss is not None:

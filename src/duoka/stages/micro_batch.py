@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -31,27 +32,20 @@ from .route import Route, Shape
 _UNPLANNED = -1
 
 
+@dataclass(eq=False)
 class StageMicroBatch:
     """Runs one micro-batch through one stage of a route, on the device of the stage."""
 
-    def __init__(
-        self,
-        route: Route,
-        stage: int,
-        number: int,
-        channel: Channel,
-        device: torch.device,
-        *,
-        learns: bool = True,
-    ) -> None:
-        self._route = route
-        self._stage = stage
-        self._number = number
-        self._channel = channel
-        self._device = device
-        self._learns = learns
-        self._last_call = route.last_calls()[stage]
-        self._last_uses = route.last_uses()
+    route: Route
+    stage: int
+    number: int
+    channel: Channel
+    device: torch.device
+    learns: bool = True
+
+    def __post_init__(self) -> None:
+        self._last_call = self.route.last_calls()[self.stage]
+        self._last_uses = self.route.last_uses()
         self._next_call = 0
         # By number of the transfer: received tensors still in use; all numbers received so far; the
         # graph edge of each sent tensor, None without a gradient; gradients of received tensors.
@@ -70,24 +64,24 @@ class StageMicroBatch:
             return None
         finally:
             self._received.clear()
-        return result if self._stage == self._route.num_stages - 1 else None
+        return result if self.stage == self.route.num_stages - 1 else None
 
     def abandon(self) -> None:
         """After a failure receive all other tensors and send zeros, so that no stage waits."""
-        for number, transfer in enumerate(self._route.transfers):
-            if transfer.target == self._stage and number not in self._received_numbers:
+        for number, transfer in enumerate(self.route.transfers):
+            if transfer.target == self.stage and number not in self._received_numbers:
                 with suppress(torch.OutOfMemoryError):  # raised after the message was received
                     self.receive(number)
-            if transfer.source == self._stage and number not in self._sent:
+            if transfer.source == self.stage and number not in self._sent:
                 zeros = torch.zeros(transfer.shape.sizes, dtype=transfer.shape.dtype)
-                self._channel.send(self._message(number), zeros)
+                self.channel.send(self._message(number), zeros)
 
     def backward(self, loss: Tensor | None = None) -> None:
         """Run this stage's part of backward, and send gradients to the stages of its inputs."""
         # Backward begins at all roots at once: the loss in the last stage, and the edges of the
         # sent tensors, each with the gradient that its receiver has sent back. Afterwards the
         # gradients of received tensors, caught by `_Arrival`, are sent to their source stages.
-        route = self._route
+        route = self.route
         roots: list[Any] = []
         gradients: list[Tensor | None] = []
         for number, edge in self._sent.items():
@@ -101,12 +95,12 @@ class StageMicroBatch:
         if roots:
             torch.autograd.backward(roots, gradients)
         for number, transfer in enumerate(route.transfers):
-            if transfer.target == self._stage and transfer.requires_grad:
+            if transfer.target == self.stage and transfer.requires_grad:
                 gradient = self._gradients.pop(number, None)
                 if gradient is None:  # the loss doesn't depend on the tensor
                     shape = transfer.shape
-                    gradient = torch.zeros(shape.sizes, dtype=shape.dtype, device=self._device)
-                self._channel.send(self._message(number, is_gradient=True), gradient)
+                    gradient = torch.zeros(shape.sizes, dtype=shape.dtype, device=self.device)
+                self.channel.send(self._message(number, is_gradient=True), gradient)
 
     # What two processes do with the calls of a route:
     #
@@ -121,7 +115,7 @@ class StageMicroBatch:
         """Decide on a call of the route: run it, or return placeholders; see `Decider`."""
         index = self._next_call
         self._next_call += 1
-        calls = self._route.calls
+        calls = self.route.calls
         if index >= len(calls) or calls[index].block != block.name:
             raise _differs_from_trace(block)
         call = calls[index]
@@ -139,11 +133,11 @@ class StageMicroBatch:
         args, kwargs = mapped_call(args, kwargs, passed, block.caches)
         for number in [n for n in self._received if self._last_uses[n] == index]:
             del self._received[number]
-        if index == self._last_call and call.stage != self._stage:
+        if index == self._last_call and call.stage != self.stage:
             raise _LeaveForward
         if block.is_container:
             return forward(*args, **kwargs)
-        if call.stage == self._stage:
+        if call.stage == self.stage:
             return self._run(block, forward, args, kwargs)
         result, written = mapped(call.outputs, self._placeholder, self._placeholder)
         for shared, entries in zip(shared_in(args, kwargs), written, strict=True):
@@ -166,10 +160,10 @@ class StageMicroBatch:
         """
         if number is None:
             return tensor
-        transfer = self._route.transfers[number]
-        if transfer.source == self._stage and number not in self._sent:
+        transfer = self.route.transfers[number]
+        if transfer.source == self.stage and number not in self._sent:
             self.send(number, tensor)
-        if transfer.target != self._stage:
+        if transfer.target != self.stage:
             return tensor
         if number not in self._received:
             self._received[number] = self._receive_leaf(number)
@@ -177,44 +171,44 @@ class StageMicroBatch:
 
     def send(self, number: int, tensor: Tensor) -> None:
         """Send the tensor of a transfer."""
-        transfer = self._route.transfers[number]
+        transfer = self.route.transfers[number]
         if tuple(tensor.shape) != transfer.shape.sizes:
             raise unstageable(
                 f"a tensor of {tuple(tensor.shape)} is sent to a stage that expects "
                 f"{transfer.shape.sizes}"
             )
-        keeps = self._learns and transfer.requires_grad and tensor.requires_grad
-        self._channel.send(self._message(number), tensor.detach())
+        keeps = self.learns and transfer.requires_grad and tensor.requires_grad
+        self.channel.send(self._message(number), tensor.detach())
         self._sent[number] = get_gradient_edge(tensor) if keeps else None
 
     def _receive_leaf(self, number: int) -> Tensor:
         """Receive a transfer as a leaf of this stage's graph, if its gradient is needed."""
-        if not (self._learns and self._route.transfers[number].requires_grad):
+        if not (self.learns and self.route.transfers[number].requires_grad):
             return self.receive(number)
 
         with torch.enable_grad():
-            anchor = torch.empty(0, device=self._device, requires_grad=True)
+            anchor = torch.empty(0, device=self.device, requires_grad=True)
             arrived: Tensor = _Arrival.apply(anchor, self, number)  # type: ignore[no-untyped-call]
         return arrived
 
     def receive(self, number: int, *, is_gradient: bool = False) -> Tensor:
         """Receive the tensor of a transfer, or the gradient of a sent one."""
-        shape = self._route.transfers[number].shape
+        shape = self.route.transfers[number].shape
         if not is_gradient:
             self._received_numbers.add(number)
-        return self._channel.receive(
+        return self.channel.receive(
             self._message(number, is_gradient=is_gradient), shape.sizes, shape.dtype
         )
 
     def _message(self, number: int, *, is_gradient: bool = False) -> TensorMessage:
-        transfer = self._route.transfers[number]
-        return TensorMessage(transfer.source, transfer.target, number, self._number, is_gradient)
+        transfer = self.route.transfers[number]
+        return TensorMessage(transfer.source, transfer.target, number, self.number, is_gradient)
 
     def _placeholder(self, value: Any) -> Any:
         """Replace a `Shape` by a placeholder; return other values as they are."""
         if not isinstance(value, Shape):
             return value
-        return Placeholder.of(_meta_tensor(value), self._device)
+        return Placeholder.of(_meta_tensor(value), self.device)
 
 
 def _differs_from_trace(block: PlacedBlock) -> ModelError:

@@ -30,8 +30,8 @@ _SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
 }
 _OPTIONS = {"seq_length": "--context", "method": "--train"}
 _SHARDED = (
-    "; to shard optimizer states over GPUs, export a plan to torchtitan or DeepSpeed (duoka plan "
-    "--train full --export)"
+    "; to shard optimizer states over GPUs, export a plan to torchtitan (duoka plan --train full "
+    "--export torchtitan)"
 )
 
 

@@ -252,7 +252,7 @@ def test_accelerate_refuses_what_fails_there() -> None:
 # ── the others ──
 
 
-@pytest.mark.parametrize("tool", ["torch-pipelining", "torchtitan", "deepspeed"])
+@pytest.mark.parametrize("tool", ["torch-pipelining", "torchtitan"])
 def test_stages_of_one_device_are_refused(tool: str) -> None:
     assert tool in TOOLS
     with pytest.raises(UsageError, match="the experts of 2 layers are in host memory") as refused:

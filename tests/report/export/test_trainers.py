@@ -1,6 +1,6 @@
-"""accelerate, torch's pipelines, torchtitan and DeepSpeed: read by the tools or their rules.
+"""accelerate, torch's pipelines and torchtitan: read by the tools or their rules.
 
-`benchmarks/exports.py` asks the functions of torchtitan and DeepSpeed themselves.
+`benchmarks/exports.py` asks the functions of torchtitan themselves.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import tomllib
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -192,24 +191,6 @@ def test_torchtitan_keeps_every_module_once() -> None:
     assert parts[0] == ["tok_embeddings", *(f"layers.{number}" for number in range(4))]
     assert parts[1] == ["layers.4", "layers.5", "norm", "lm_head"]
     assert "for generation" not in str(done)
-
-
-def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """DeepSpeed's documented rule of the method "uniform"."""
-    base, more = divmod(num_items, num_parts)
-    bounds = [0]
-    for part in range(num_parts):
-        bounds.append(bounds[-1] + base + (part < more))
-    return bounds
-
-
-def test_deepspeed_deals_one_stage_to_each() -> None:
-    names = assigned(export(staged([3, 2, 1]), "deepspeed").text)
-    layers = [nn.Identity() for _ in range(1 + 6 + 2)]
-    stages = [nn.Sequential(*layers[a:b]) for a, b in pairwise(names["boundaries"])]
-    assert partition_uniform(len(stages), 3) == [0, 1, 2, 3]
-    assert [len(stage) for stage in stages] == [1 + 3, 2, 1 + 2]
-    compile(export(staged([3, 2, 1]), "deepspeed").text, "export", "exec")
 
 
 @pytest.mark.parametrize("tool", ["vllm", "sglang", "llama.cpp"])

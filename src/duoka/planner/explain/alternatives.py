@@ -6,6 +6,7 @@ Each placement is evaluated with the costs that the planner optimizes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from duoka.errors import UsageError
@@ -31,6 +32,7 @@ _NAMES = {
 }
 
 
+@dataclass
 class Trial:
     """Evaluates placements for an explanation, with the costs that the planner optimizes.
 
@@ -40,24 +42,20 @@ class Trial:
     keeps the recommended free memory (`room_bytes`); `eligible` are the costs with this condition.
     """
 
-    def __init__(
-        self,
-        costs: Costs,
-        fleet: Fleet,
-        objective: str,
-        limits: PlacementLimits,
-        *,
-        leaves_room: bool,
-    ) -> None:
-        self.costs = costs
-        self.leaves_room = leaves_room
-        self.eligible = costs.leaving(room_bytes) if leaves_room else costs
-        self.fleet = fleet
-        self.limits = limits
-        self.has_speeds = all(costs.seconds(device) is not None for device in fleet.devices)
+    costs: Costs
+    fleet: Fleet
+    objective: str
+    limits: PlacementLimits
+    leaves_room: bool
+
+    def __post_init__(self) -> None:
+        self.eligible = self.costs.leaving(room_bytes) if self.leaves_room else self.costs
+        speeds = map(self.costs.seconds, self.fleet.devices)
+        self.has_speeds = all(seconds is not None for seconds in speeds)
         # A plan of a device map has the objective "given", and a plan file may contain any text.
         objectives = (*_MAXIMIZED, *(_TIMED if self.has_speeds else ()))
-        self.objective = objective if objective in objectives else "headroom"
+        if self.objective not in objectives:
+            self.objective = "headroom"
 
     def shares(self, stages: Sequence[BlockRange]) -> tuple[Share, ...]:
         """Return the share of each device in a placement, in execution order."""

@@ -125,15 +125,6 @@ def source_note(plan: Plan) -> Iterator[str]:
         )
 
 
-def training_note(plan: Plan) -> Iterator[str]:
-    """Yield a note for training tools on a plan for generation."""
-    if plan.workload.training is None:
-        yield (
-            "NOTE: the plan is for generation; training needs far more memory: plan it with "
-            "--train."
-        )
-
-
 def bits_notes(plan: Plan, tool: str) -> Iterator[str]:
     """Yield notes on KV cache and weight formats in which the tool differs from the plan."""
     if plan.workload.has_int8_cache:

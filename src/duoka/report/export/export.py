@@ -13,7 +13,7 @@ from duoka.forecast.profile import Profile
 from duoka.planner.plan import Plan
 from duoka.planner.plan_profile import CONVENTIONS, Convention, cached_profile
 
-from . import accelerate, deepspeed, llamacpp, sglang, torch_pipelining, vllm
+from . import accelerate, llamacpp, sglang, torch_pipelining, vllm
 from .gguf_file import check_gguf, read_gguf
 from .host_experts import refuse_host_experts
 from .stages import Pins, pipeline_pins, to_layer_pipeline
@@ -25,7 +25,6 @@ _EXPORTERS: dict[str, Callable[[Plan, Profile | None], Export]] = {
     "llama.cpp": llamacpp.export,
     "torch-pipelining": torch_pipelining.export_torch,
     "torchtitan": torch_pipelining.export_titan,
-    "deepspeed": deepspeed.export,
 }
 TOOLS = (accelerate.NAME, *_EXPORTERS)
 _SERVERS = ("vllm", "sglang", "llama.cpp")
@@ -45,8 +44,7 @@ def export(
     ----------
     plan : Plan
     tool : str
-        "accelerate", "vllm", "sglang", "llama.cpp", "torch-pipelining", "torchtitan" or
-        "deepspeed".
+        "accelerate", "vllm", "sglang", "llama.cpp", "torch-pipelining" or "torchtitan".
     profile : Profile, optional
         Profile of the plan's model, for the size of the KV cache; by default the cached profile.
         Without a profile the tool chooses the size.
@@ -72,7 +70,7 @@ def export(
     """
     refuse_tool(tool, names, gguf)
     if tool in _SERVERS and plan.workload.training is not None:
-        hint = "plan without training, or export to torch-pipelining, torchtitan or deepspeed"
+        hint = "plan without training, or export to torch-pipelining or torchtitan"
         raise UsageError(f"{tool} is for inference, and the plan is for training", hint=hint)
     if tool == accelerate.NAME:
         return accelerate.export(plan, profile, names)

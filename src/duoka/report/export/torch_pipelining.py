@@ -128,4 +128,8 @@ def _titan_notes(plan: Plan, pipeline: LayerPipeline) -> Iterator[str]:
         "lm_head (before 0.3 \"output\"); it doesn't read this checkpoint's names. From 0.3 its "
         "configuration is Python, with the same fields in ParallelismConfig."
     )
-    yield from common.training_note(plan)
+    if plan.workload.training is None:
+        yield (
+            "NOTE: the plan is for generation; training needs far more memory: plan it with "
+            "--train."
+        )

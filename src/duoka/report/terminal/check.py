@@ -89,7 +89,10 @@ def _verdict(report: CheckReport, *, ascii_only: bool) -> Text:
         code = report.code.removeprefix(report.model)
     text = Text.assemble((f"{sign} ", style), (report.model, "bold"), f"{code}{devices}: ")
     problems = [*_problems(report)]
-    text.append(", ".join(problems) if problems else _describe_success(report), style=style)
+    success = f"{'runs and trains' if report.train else 'runs'} without a fault"
+    if any(peak.budget_bytes is not None for peak in report.memory):
+        success += ", memory fits"
+    text.append(", ".join(problems) or success, style=style)
     if report.warnings:
         text.append(f", {format_count(len(report.warnings), 'warning')}", style="bold yellow")
     return text
@@ -126,12 +129,6 @@ def _describe_map(faults: Faults) -> str:
     """Describe the errors of a device map: incomplete, or splitting modules."""
     names = (faults.missing, faults.unknown, faults.doubled, faults.misplaced)
     return "the map is incomplete" if any(names) else _SPLIT_MODULES
-
-
-def _describe_success(report: CheckReport) -> str:
-    ran = "runs and trains" if report.train else "runs"
-    budgets = [peak for peak in report.memory if peak.budget_bytes is not None]
-    return f"{ran} without a fault" + (", memory fits" if budgets else "")
 
 
 def _errors(report: CheckReport) -> Iterator[RenderableType]:

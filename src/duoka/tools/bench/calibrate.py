@@ -229,10 +229,7 @@ def load_random_weights(model: nn.Module, name: str) -> None:
 
 def kinds(fleet: Fleet) -> Iterable[Device]:
     """Return one GPU of each product and memory size."""
-    kinds: dict[tuple[str, int | None], Device] = {}
-    for device in fleet.devices:
-        kinds.setdefault((device.product, device.memory_bytes), device)
-    return kinds.values()
+    return {(device.product, device.memory_bytes): device for device in fleet.devices}.values()
 
 
 def _measure_links(fleet: Fleet) -> Iterator[LinkFigures]:

@@ -168,10 +168,11 @@ def measure_quality(
             quantize=form,
             cache=kind,
         )
-        say(f"{_form_name(form)}: planning and loading")
+        label = "unquantized" if form == "none" else form
+        say(f"{label}: planning and loading")
         plan = make_plan(checkpoint, fleet, workload)
         model = load(plan, trust_remote_code=checkpoint.trust_remote_code)
-        say(f"{_form_name(form)}: reading the text")
+        say(f"{label}: reading the text")
         perplexity = _perplexity(model, prefix, ids, windows, kind)
         del model
         gc.collect()
@@ -193,10 +194,6 @@ def windows_for(checkpoint: Checkpoint) -> Windows:
     """Return windows of `CONTEXT_TOKENS`, or of the model's context if that is shorter."""
     limit = checkpoint.max_context_tokens
     return Windows(context_tokens=CONTEXT_TOKENS if limit is None else min(limit, CONTEXT_TOKENS))
-
-
-def _form_name(form: str) -> str:
-    return "unquantized" if form == "none" else form
 
 
 def _tokenize(

@@ -78,16 +78,18 @@ def run_demo(directory: Path, *, report: Report = lambda text: None) -> Demo:
     devices.materialise(plan.fleet)
     for device in plan.devices:
         devices.reset_peaks(device)
-    model = load(plan)
+    model: Any = load(plan)
     report("answering")
-    _generate_full_length(model)
+    # All planned tokens, so that the memory reaches the forecast.
+    shape = (WORKLOAD.batch, WORKLOAD.prompt_tokens)
+    ids = torch.ones(shape, dtype=torch.long, device=model.device)
+    model.generate(ids, max_new_tokens=WORKLOAD.new_tokens, eos_token_id=None, do_sample=False)
     answers = _generate_answers(model, PromptReader.open(Checkpoint.open(directory), plan.workload))
     return Demo(
         plan=plan,
         answers=answers,
         measured=Measured(
             devices=tuple(filter(None, map(devices.peak_bytes, plan.devices))),
-            # `_generate_full_length` has used the whole planned context.
             context_tokens=WORKLOAD.context_tokens,
         ),
         one_gpu=one_gpu,
@@ -109,13 +111,6 @@ def _refusal_on_one_gpu(plan: Plan, directory: Path) -> str:
     except InfeasibleError as error:
         return str(error)
     raise DuokaError("the demo model fits on one of its GPUs, so the demo shows nothing")
-
-
-def _generate_full_length(model: Any) -> None:
-    """Generate with the planned numbers of tokens, so that memory reaches the forecast."""
-    shape = (WORKLOAD.batch, WORKLOAD.prompt_tokens)
-    ids = torch.ones(shape, dtype=torch.long, device=model.device)
-    model.generate(ids, max_new_tokens=WORKLOAD.new_tokens, eos_token_id=None, do_sample=False)
 
 
 def _generate_answers(model: Any, reader: PromptReader) -> tuple[DemoAnswer, ...]:
