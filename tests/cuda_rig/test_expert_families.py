@@ -1,4 +1,4 @@
-"""Memory of mixtures of experts of many families over CUDA, with experts on the GPU and the host."""
+"""Memory of mixtures of experts over CUDA, with experts on the GPU and on the host."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import torch
 
 from duoka import Device, Fleet, Workload, models
 from duoka.forecast.costs import Costs
+from duoka.forecast.hosting import hosting
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import ALL_EXPERTS
 from duoka.hardware.host import host_device
@@ -91,7 +92,7 @@ def fastest(profiles: tuple[Profile, Profile], fleet: Fleet) -> float | None:
             seen[key] = None
             layers = [blocks for place, blocks in expert_places if start <= place < stop]
             for number in range(len(layers) + 1):
-                profile = on_gpus.hosting({b for at in layers[:number] for b in at}, hosted)
+                profile = hosting(on_gpus, {b for at in layers[:number] for b in at}, hosted)
                 work = replace(WORK, host_experts=profile.host_experts)
                 costs = Costs(profile, work, host=HOST)
                 if costs.stage_bytes(start, stop, gpu.budget_bytes) is not None:

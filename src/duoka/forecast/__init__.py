@@ -2,6 +2,7 @@
 
 - `workload`: batch, context and cache of inference, or a batch to train on
 - `profile`, `profile_cache`, `tensor_names`: allocations, costs and tensors of a model by block
+- `hosting`: profiles with the experts of some blocks in host memory
 - `flash_splits`: memory of flash attention over few queries
 - `alloc_events`, `alloc_program`: the allocations of a workload; compiled allocations of a stage
 - `optimizer_memory`: states and temporaries of optimizers

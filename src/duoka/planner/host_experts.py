@@ -21,6 +21,7 @@ import numpy as np
 from duoka.base.units import format_bytes
 from duoka.errors import DuokaError, InfeasibleError, UsageError
 from duoka.forecast.costs import Costs, Ints
+from duoka.forecast.hosting import hosting
 from duoka.forecast.profile import BlockKind, Profile
 from duoka.forecast.workload import ALL_EXPERTS
 from duoka.hardware.device import Device
@@ -204,7 +205,7 @@ class HostSearch:
 
     def _costs_with(self, blocks: Iterable[int]) -> Costs:
         """Return the costs with the experts of these blocks on the host."""
-        return self._costs(self._profile.hosting({*blocks}, self._hosted, self._kinds))
+        return self._costs(hosting(self._profile, {*blocks}, self._hosted, self._kinds))
 
     def _costs(self, profile: Profile) -> Costs:
         """Return the costs of a profile, which may have experts on the host."""

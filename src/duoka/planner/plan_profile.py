@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Literal, get_args
 
 from duoka.errors import UsageError
+from duoka.forecast.hosting import hosting
 from duoka.forecast.profile import Profile
 from duoka.forecast.profile_cache import find_profile
 
@@ -29,7 +30,7 @@ def cached_profile(plan: Plan) -> Profile | None:
     on_gpus = find_profile(plan.fingerprint, replace(plan.workload, host_experts=()))
     names = frozenset(plan.host_experts)
     blocks = [at for at, block in enumerate(profile.blocks) if names.intersection(block.experts)]
-    return profile if on_gpus is None else on_gpus.hosting(blocks, profile)
+    return profile if on_gpus is None else hosting(on_gpus, blocks, profile)
 
 
 def needed_profile(plan: Plan, what_for: str) -> Profile:

@@ -124,7 +124,7 @@ def is_without_data(tensor: Tensor) -> bool:
 
 
 def _record(
-    module: Any, hidden: Tensor, index: Tensor, *others: Tensor, is_backward: bool = False
+    module: Any, hidden: Tensor, index: Tensor, *tensors: Tensor, is_backward: bool = False
 ) -> Any:
     """Record the work of experts on the host; return results without values."""
     stacks = [part for part in module.parameters(recurse=False) if part.ndim > 1]
@@ -133,7 +133,7 @@ def _record(
     fetched = fetched_bytes(module, hidden, index, is_backward=is_backward)
     operators = torch.ops.duoka
     operator = operators.host_experts_backward if is_backward else operators.host_experts
-    return operator(hidden, index, *others, size, module.num_experts, flops, fetched)
+    return operator(hidden, index, *tensors, size, module.num_experts, flops, fetched)
 
 
 class _Fetched(torch.autograd.Function):
