@@ -112,7 +112,7 @@ def _unpacked(
     for stack, bias in _projections(module):
         packed = {name: next(parts) for name in stack.tensors}
         weight = stack.weight_class(packed, torch.Size(stack.sizes), stack.dtype).unpacked(dtype)
-        matrices.append((weight, None if bias is None else next(parts)))
+        matrices.append((weight, None if bias is None else next(parts).to(dtype)))
     return matrices
 
 

@@ -20,7 +20,14 @@ from duoka.forecast.workload import ALL_EXPERTS
 from duoka.virtual import VirtualTensor
 
 from .composed import num_bytes
-from .fetched_experts import fetch, fetch_backward, fetched_bytes, is_fetched, is_training
+from .fetched_experts import (
+    can_fetch,
+    fetch,
+    fetch_backward,
+    fetched_bytes,
+    is_fetched,
+    is_training,
+)
 from .stacked import ExpertStack, Unquantized
 
 IMPLEMENTATION = "duoka"
@@ -92,7 +99,7 @@ def compute_on_host(
 
     On a virtual GPU without data only the work is recorded.
     """
-    if hidden.device.type != "cpu" and is_training(hidden):
+    if hidden.device.type != "cpu" and is_training(hidden) and can_fetch(module):
         apply: Any = _Fetched.apply
         device_type = hidden.device.type
         if torch.is_autocast_enabled(device_type):
