@@ -35,7 +35,7 @@ from torch import nn
 
 import duoka
 from duoka.report.export.stages import to_layer_pipeline
-from duoka.serve.vllm import VllmOptions, commands, parse_nodes
+from duoka.serve.vllm import VllmOptions, commands
 
 SHAPES = ("glm-4-9b-chat", "llama-3.1-8b", "qwen2.5-32b")
 PLACES = ("2 x 24", "24 + 12", "12 + 24", "80 + 24", "8 + 12 + 24", "8 unequal")
@@ -236,14 +236,10 @@ def vllm(tool: Tool, plan: duoka.Plan) -> None:
     assert [parse(bounds(plan)[-1][1], rank, size) for rank in range(size)] == bounds(plan)
     declared = tool.options("engine/arg_utils.py", "entrypoints/common/cli_args.py")
     assert options.keys() <= declared, options.keys() - declared
-    # What `duoka serve --engine vllm` adds, on one machine, and on two where these can share it.
+    # What `duoka serve --engine vllm` adds.
     served = replace(plan, source="model")
     alone = VllmOptions(python=Path("python"))
-    lists = [commands(served, alone)]
-    with suppress(duoka.errors.UsageError):
-        half = f"a={size // 2},b={size - size // 2}"
-        lists.append(commands(served, replace(alone, nodes=parse_nodes(half))))
-    for each in chain.from_iterable(lists):
+    for each in commands(served, alone):
         names = {word for word in each.arguments if word.startswith("--")}
         assert names <= declared, names - declared
 

@@ -307,7 +307,7 @@ def test_what_flash_attn_has_and_its_stand_in_lacks_is_said(heron: MakeHeron) ->
 
 def test_a_picture_that_was_not_given_is_asked_for(heron: MakeHeron) -> None:
     change = "x = x + self.dense(", "assert tokens > 1000, 'no image'\n        x = x + self.dense("
-    for settings, expected in (({"vision_config": {}}, "--image 1120x1120"), ({}, "versions")):
+    for settings, expected in (({"vision_config": {}}, "--images 1"), ({}, "versions")):
         checkpoint = rewritten(heron(**settings), change)
         assert expected in hint_of(checkpoint)[1]
         shutil.rmtree(checkpoint.path)
