@@ -123,12 +123,15 @@ def test_more_processes_and_stages_answer_as_one_does(
 @pytest.mark.slow
 def test_processes_with_experts_in_int4_answer_as_one_does(tmp_path: Path) -> None:
     """One request at a time: tensor cores round to 16 bit, by the company of a token."""
-    plan = make_plan("wide experts", tmp_path, 2, quantize="int4")
+    answers_alone_are_equal(make_plan("wide experts", tmp_path, 2, quantize="int4"), 4)
+
+
+def answers_alone_are_equal(plan: duoka.Plan, number: int) -> None:
     with (
         Engine(plan, processes=False, warm_up="first") as inline,
         Engine(plan, processes=True, warm_up="first") as staged,
     ):
-        for text in prompts(4):
+        for text in prompts(number):
             (expected,), (answer,) = inline.generate([text]), staged.generate([text])
             assert ids(answer) == ids(expected)
 
@@ -138,13 +141,7 @@ def test_processes_read_their_parts_of_a_published_checkpoint(tmp_path: Path) ->
     path = published.write(tmp_path, "gptq experts")
     tuning.make_tokenizer().save_pretrained(path)
     plan = duoka.plan(path, "virtual:2x256MiB", replace(WORK, dtype="auto"), use_all=True)
-    with (
-        Engine(plan, processes=False, warm_up="first") as inline,
-        Engine(plan, processes=True, warm_up="first") as staged,
-    ):
-        for text in prompts(2):
-            (expected,), (answer,) = inline.generate([text]), staged.generate([text])
-            assert ids(answer) == ids(expected)
+    answers_alone_are_equal(plan, 2)
 
 
 def test_what_a_process_does_not_use_is_told(

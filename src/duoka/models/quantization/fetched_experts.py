@@ -27,9 +27,9 @@ _GATE_TENSORS = 3
 """Temporary tensors of a gate and its activation."""
 
 
-def is_fetched(module: Any, hidden: Tensor, index: Tensor) -> bool:
-    """Return True if the GPU computes a step of these tokens, whose experts are on the host."""
-    return can_fetch(module) and (is_training(hidden) or index.numel() > module.num_experts)
+def is_fetched(module: Any, index: Tensor) -> bool:
+    """Return True if the GPU computes a step with this routing; see `fetch`."""
+    return can_fetch(module) and index.numel() > module.num_experts
 
 
 def is_training(hidden: Tensor) -> bool:

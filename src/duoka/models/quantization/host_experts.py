@@ -109,7 +109,7 @@ def compute_on_host(
     if is_without_data(hidden):
         recorded: Tensor = _record(module, hidden, index, weights)
         return recorded
-    if hidden.device.type != "cpu" and is_fetched(module, hidden, index):
+    if hidden.device.type != "cpu" and is_fetched(module, index):
         return fetch(module, hidden, index, weights)
     if not hidden.is_cuda:
         result = compute(module, hidden.cpu(), index.cpu(), weights.cpu())
