@@ -14,7 +14,7 @@ from duoka.base.text import choose
 from duoka.checkpoint.sampling_params import Sampling
 from duoka.errors import UsageError
 from duoka.forecast.workload import CACHES, DTYPES, QUANTIZATIONS
-from duoka.planner.constraints import STRATEGIES
+from duoka.planner.constraints import EXPERTS, HOST_EXPERTS, STRATEGIES
 from duoka.planner.plan_profile import CONVENTIONS, Convention
 from duoka.planner.search import OBJECTIVES
 
@@ -148,7 +148,21 @@ class PlanOptions(OptionGroup):
         "PLACE",
         'Where the experts of a mixture of experts are: "auto" (the default) keeps the experts of '
         "as few layers as possible in host memory if the GPUs can't hold them and the size of "
-        'host memory is known; "host" keeps all there, "gpu" none. The CPU computes them.',
+        'host memory is known; "host" keeps all there, "gpu" none.',
+        values=EXPERTS,
+    )
+    host_experts: str | None = _plan(
+        "WAY",
+        'What experts in host memory are for: "compute" lets the CPU compute them, "fetch" copies '
+        'those that a token needs to its GPU, which keeps those used last; "auto" (the default) '
+        "fetches if the GPUs read host memory faster than the CPU.",
+        values=HOST_EXPERTS,
+    )
+    expert_cache: str | None = _plan(
+        "SIZE",
+        'With --host-experts fetch: memory of each GPU for the experts that it keeps, or "auto" '
+        "(the default: as many as fit).",
+        values=("auto",),
     )
     host_memory: str | None = _plan(
         "SIZE[,RATE]",

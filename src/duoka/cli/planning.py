@@ -20,7 +20,14 @@ from duoka.checkpoint.tokenizer_files import refuse_unreadable
 from duoka.errors import CheckpointError, ModelError, UsageError
 from duoka.forecast.workload import CACHES, Cache, Training, read_dtype, read_quantization
 from duoka.hardware.parse import devices_in, read_host
-from duoka.planner.constraints import STRATEGIES, Constraints, Experts, Strategy, strategy_of
+from duoka.planner.constraints import (
+    STRATEGIES,
+    Constraints,
+    Experts,
+    HostExperts,
+    Strategy,
+    strategy_of,
+)
 from duoka.planner.device_map import DeviceMap
 from duoka.planner.from_device_map import OBJECTIVE as GIVEN
 from duoka.planner.limits import given_back
@@ -292,6 +299,10 @@ def read_constraints(options: PlanOptions) -> Constraints:
         ),
         offload=options.offload,
         experts=cast(Experts, options.experts or "auto"),
+        host_experts=cast(HostExperts, options.host_experts or "auto"),
+        expert_cache=(
+            None if options.expert_cache in (None, "auto") else parse_memory(options.expert_cache)
+        ),
     )
 
 

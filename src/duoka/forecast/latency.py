@@ -154,6 +154,11 @@ def _seconds_on_host(num_bytes: Floats, flops: Floats, host: Device | None) -> F
     return np.asarray(np.where(flops >= 1, seconds, 0.0))
 
 
+def _after_wait(kernels: Floats, copies: Floats) -> Floats:
+    """Return the seconds of kernels after a wait for the routing and the copies of experts."""
+    return kernels + copies + np.where(copies > 0, HOST_WAIT_SECONDS, 0.0)
+
+
 class LatencyModel:
     """Seconds of a request at the places of a chain of blocks.
 
@@ -239,8 +244,11 @@ class LatencyModel:
         launch: Any = LAUNCH_SECONDS if device.launch_seconds is None else device.launch_seconds
         is_graph = [step.is_graph for step in self._steps]
         launch = np.where(is_graph, min(launch, GRAPH_LAUNCH_SECONDS), launch)
+        # Streamed weights are copied during the kernels before; experts of a cache when the routing
+        # is known, after a wait.
+        join = np.maximum if not self._workload.expert_cache_bytes else _after_wait
         return {
-            kind: np.maximum(
+            kind: join(
                 _overlap(device, flop / flops, size / bandwidth, count * launch),
                 copies.get(kind, 0.0) + fetched[kind],
             )

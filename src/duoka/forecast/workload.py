@@ -143,6 +143,7 @@ class Conditions:
     page_tokens: int = PAGE_TOKENS
     training: Training | None = None
     host_experts: bool = False
+    expert_cache_bytes: int = 0
 
     @property
     def is_paged(self) -> bool:
@@ -206,6 +207,9 @@ class Workload:
         Settings of training on a batch of sequences; None for inference.
     host_experts : tuple of str
         Names of the modules of experts that stay in host memory, set by planning; or `ALL_EXPERTS`.
+    expert_cache_bytes : int
+        Bytes of each of these modules that its GPU keeps, if it fetches experts, at least those of
+        one token; 0 if the CPU computes.
 
     Raises
     ------
@@ -236,6 +240,7 @@ class Workload:
     gpu_generation: GpuGeneration = field(default_factory=GpuGeneration)
     training: Training | None = None
     host_experts: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    expert_cache_bytes: int = field(default=0, metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
         for name in ("batch", "prompt_tokens"):
@@ -395,6 +400,7 @@ class Workload:
             page_tokens=self.page_tokens,
             training=training,
             host_experts=bool(self.host_experts),
+            expert_cache_bytes=self.expert_cache_bytes if self.host_experts else 0,
         )
 
     def resolved(self, *, dtype: str) -> Workload:

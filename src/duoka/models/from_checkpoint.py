@@ -45,7 +45,8 @@ def build_model(checkpoint: Checkpoint, workload: Workload) -> PreTrainedModel:
     else:
         models.hold_as_stored(model, settings_of(checkpoint.config) or {}, tensors)
     if workload.host_experts:
-        quantization.keep_on_host(model, workload.host_experts)
+        cache_bytes = workload.conditions.expert_cache_bytes
+        quantization.keep_on_host(model, workload.host_experts, cache_bytes)
     return model
 
 

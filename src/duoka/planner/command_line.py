@@ -111,7 +111,12 @@ def _option_values(request: PlanRequest) -> Iterator[tuple[str, object, object]]
         yield "--lora-target", training.lora_targets, None
         yield "--checkpointing", training.gradient_checkpointing, False
         yield "--master-weights", training.master_weights, False
-    for name, value in (("objective", request.objective), ("experts", constraints.experts)):
+    for name, value in (
+        ("objective", request.objective),
+        ("experts", constraints.experts),
+        ("host_experts", constraints.host_experts),
+        ("expert_cache", _in_bytes(constraints.expert_cache)),
+    ):
         yield _option(name), value, "auto"
     yield "--use-all", request.use_all, False
     yield "--trust-remote-code", request.trust_remote_code, False
@@ -119,6 +124,10 @@ def _option_values(request: PlanRequest) -> Iterator[tuple[str, object, object]]
     yield "--pin", tuple(f"{name}={device}" for name, device in constraints.pins), None
     yield "--reserve", tuple(f"{at}={size}B" for at, size in constraints.reserve), None
     yield "--offload", constraints.offload, False
+
+
+def _in_bytes(size: int | None) -> str:
+    return "auto" if size is None else f"{size}B"
 
 
 def _option(name: str) -> str:

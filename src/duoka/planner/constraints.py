@@ -17,6 +17,8 @@ Strategy = Literal["auto", "balanced", "sequential"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 Experts = Literal["auto", "gpu", "host"]
 EXPERTS: tuple[Experts, ...] = get_args(Experts)
+HostExperts = Literal["auto", "compute", "fetch"]
+HOST_EXPERTS: tuple[HostExperts, ...] = get_args(HostExperts)
 
 _SHOWN = 60
 _LOW_FIRST = "balanced_low_0"
@@ -42,6 +44,11 @@ class Constraints:
     experts : {"auto", "gpu", "host"}
         "host" keeps all experts in host memory, where the CPU computes; "auto" keeps the experts of
         as few layers there as possible, if the host's memory is known; "gpu" keeps none there.
+    host_experts : {"auto", "compute", "fetch"}
+        "compute" lets the CPU compute experts in host memory; "fetch" lets the GPUs fetch them, and
+        keep those used last; "auto" fetches if all GPUs read host memory faster than the CPU does.
+    expert_cache : int, optional
+        Bytes of each GPU for the experts that it keeps, if it fetches; by default as many as fit.
 
     Raises
     ------
@@ -59,10 +66,18 @@ class Constraints:
     reserve: tuple[tuple[str, int], ...] = ()
     offload: bool = False
     experts: Experts = field(default="auto", metadata=OMIT_DEFAULT)
+    host_experts: HostExperts = field(default="auto", metadata=OMIT_DEFAULT)
+    expert_cache: int | None = field(default=None, metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
         choose("the strategy", self.strategy, STRATEGIES)
         choose("the place of experts", self.experts, EXPERTS)
+        choose("the way to use experts in host memory", self.host_experts, HOST_EXPERTS)
+        if self.expert_cache is not None and self.host_experts != "fetch":
+            raise UsageError(
+                "a cache of experts is for experts that the GPUs fetch",
+                hint="add --host-experts fetch, or omit --expert-cache",
+            )
         devices: dict[str, str] = {}
         for name, device in self.pins:
             if devices.setdefault(name, device) != device:

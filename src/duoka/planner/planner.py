@@ -21,6 +21,7 @@ from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 
 from . import search
+from .expert_cache import cache_sizes, fetches
 from .host_experts import HostSearch, no_host_experts
 from .limits import host_of, limits_for, reserves
 from .offload import candidates, lightest
@@ -198,20 +199,40 @@ def _place_with_host(
         return None
     if host is None or find is None or not has_experts:
         return None
-    on_host = replace(problem.workload, host_experts=ALL_EXPERTS)
+    is_cached = training is None and fetches(problem, host)
+    on_host = replace(
+        problem.workload, host_experts=ALL_EXPERTS, expert_cache_bytes=int(is_cached)
+    )
     hosted = find(on_host)
-    if not _fits_bounds(hosted, replace(problem, workload=on_host)):
+    hosted_problem = replace(problem, workload=on_host)
+    if not _fits_bounds(hosted, hosted_problem):
         return None
     if training is not None:
-        return _train_with_host(hosted, replace(problem, workload=on_host), host)
-    if shortage is None:
-        profile = hosted
+        return _train_with_host(hosted, hosted_problem, host)
+    chunks = _chunked_costs(hosted, hosted_problem)
+    least_bytes = min(int(costs.lower_bound_bytes[0, -1]) for costs in chunks)
+    caches = tuple(cache_sizes(hosted, problem, least_bytes)) if is_cached else (0,)
     for has_room in (True, False):
-        for workload in with_chunks(problem.workload):
-            part = replace(problem, workload=workload)
-            optimum = HostSearch(profile, hosted, part, host, has_room).find()
-            if optimum is not None:
-                return replace(_make_host_plan(*optimum, part), request=problem.request)
+        for cache_bytes in caches:
+            on_host = replace(on_host, expert_cache_bytes=cache_bytes)
+            plan = _search_with_host(
+                profile, find(on_host), replace(problem, workload=on_host), host, has_room
+            )
+            if plan is not None:
+                return plan
+    return None
+
+
+def _search_with_host(
+    profile: Profile, hosted: Profile, problem: PlanProblem, host: Device, has_room: bool
+) -> Plan | None:
+    """Return the fastest plan for a size of the caches; None if there is none."""
+    profile = hosted if problem.constraints.experts == "host" else profile
+    for workload in with_chunks(problem.workload):
+        part = replace(problem, workload=workload)
+        optimum = HostSearch(profile, hosted, part, host, has_room).find()
+        if optimum is not None:
+            return replace(_make_host_plan(*optimum, part), request=problem.request)
     return None
 
 

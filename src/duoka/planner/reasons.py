@@ -47,6 +47,11 @@ _SENTENCES = {
         "The experts of {layers} are in host memory ({size}), and the CPU computes them. A step "
         "reads {read} of them at {rate}, with experts chosen evenly."
     ),
+    "fetched-experts": (
+        "The experts of {layers} are in host memory ({size}), and their GPUs fetch them, and keep "
+        "{cache} of each layer. A step fetches {read}, with experts chosen evenly; texts that "
+        "choose the same experts again fetch less."
+    ),
     "trained-beside": (
         "All experts are in host memory ({size}), frozen; the GPUs fetch them in each pass."
     ),
@@ -154,15 +159,17 @@ def offload_reason(num_modules: int, num_bytes: int, seconds: float | None) -> R
 
 def host_reason(costs: Costs) -> Reason:
     """Return the reason for the experts in host memory."""
-    known = costs.host and costs.host.memory_bytes_per_second
-    rate = f"{(known or HOST_BYTES_PER_SECOND) / 1e9:.0f} GB/s"
     values = {
         "layers": format_count(len(costs.workload.host_experts), "layer"),
         "size": format_bytes(costs.profile.expert_bytes),
         "read": format_bytes(round(costs.latency.host_bytes)),
-        "rate": rate if known else f"an assumed {rate} (duoka bench --calibrate measures it)",
     }
-    return Reason("host-experts", values)
+    if cache_bytes := costs.workload.expert_cache_bytes:
+        return Reason("fetched-experts", values | {"cache": format_bytes(cache_bytes)})
+    known = costs.host and costs.host.memory_bytes_per_second
+    rate = f"{(known or HOST_BYTES_PER_SECOND) / 1e9:.0f} GB/s"
+    source = rate if known else f"an assumed {rate} (duoka bench --calibrate measures it)"
+    return Reason("host-experts", values | {"rate": source})
 
 
 def load_reason(stored_bytes: int | None, expert_bytes: int) -> Iterator[Reason]:

@@ -118,9 +118,10 @@ def weights_and_ties(
     for name, module in model.named_modules():
         if name not in block_of:  # its first buffer was registered after the blocks were found
             continue
+        weights = [*module.parameters(recurse=False)]
         if any(is_within(name, hosted) for hosted in hosts):
-            continue
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            weights = []
+        for tensor in (*weights, *module.buffers(recurse=False)):
             block = block_of[name]
             if id(tensor) not in block_by_tensor:
                 block_by_tensor[id(tensor)] = block

@@ -85,11 +85,24 @@ def count_host_work(func: Any, args: Any, *, is_few: bool) -> tuple[int, int]:
     """
     if func.overloadpacket not in _on_host():
         return 0, 0
-    _, index, *_, num_bytes, experts, flops, fetched = args
+    _, index, *_, slots, _, num_bytes, experts, flops, fetched = args
     if fetched and not is_few:
         return num_bytes, 0
     share = min(1.0, index.numel() / experts) if is_few else 1.0
+    if slots:  # of experts chosen evenly, the cache has this share
+        return round(share * (1 - slots / experts) * num_bytes), 0
     return round(share * num_bytes), index.numel() * flops
+
+
+def count_cache_work(func: Any, args: Any, *, is_few: bool) -> tuple[int, int]:
+    """Return launches and memory traffic of experts that the GPU has fetched to its cache."""
+    if func.overloadpacket not in _on_host() or not is_few:
+        return 0, 0
+    _, index, *_, slots, _, num_bytes, experts, _, _ = args
+    if not slots:
+        return 0, 0
+    # Of both projections, selected weights are read, written, and read again.
+    return 2 * _EXPERT_LAUNCHES * len(index), 3 * index.numel() * num_bytes // experts
 
 
 def _count_attention_flops(

@@ -61,16 +61,17 @@ def quantize(layer: Any, scheme: Any) -> Any:
     return layer
 
 
-def make_hosted(family: str, scheme: str, device: str) -> Any:
+def make_hosted(family: str, scheme: str, device: str, slots: int = 0) -> Any:
     """Make the layers with the experts of the first on the host, filled as in loading."""
     sources = dict(make_layers(family).named_parameters())
     layers = make_layers(family).to("meta")
     quantize(layers[0], scheme)
-    keep_on_host(layers, ["0"])
-    move_tensors(layers, {name: torch.device(device) for name, _ in layers.named_parameters()})
+    keep_on_host(layers, ["0"], slots)
+    names = [name for name, _ in (*layers.named_parameters(), *layers.named_buffers())]
+    move_tensors(layers, dict.fromkeys(names, torch.device(device)))
     for name, target in layers.named_parameters():
         if isinstance(target, ExpertStack):
-            Quantizer().put(name, target.data, whole_box(target.shape), sources[name].data)
+            Quantizer(torch.device(device)).put(name, target.data, whole_box(target.shape), sources[name].data)
         else:
             target.data.copy_(sources[name].data)
     return layers

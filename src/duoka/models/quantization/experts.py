@@ -27,7 +27,16 @@ from .host_experts import (
 )
 from .routing import by_expert, reserve, routing_bytes
 from .scaled import Mxfp4Weight, ScaledWeight
-from .stacked import ExpertStack, Int4Rows, Int4Tiles, Int8Rows, Int8Tiles, Unquantized
+from .stacked import (
+    ExpertStack,
+    Int4Rows,
+    Int4Tiles,
+    Int8Rows,
+    Int8Tiles,
+    Unquantized,
+    slot_bytes,
+    unpacked_bytes,
+)
 from .weights import Nf4Weight
 
 _CLASSES: dict[str, Any] = {
@@ -192,20 +201,6 @@ def _experts_backward(
     return outputs
 
 
-def _slot_bytes(
-    inputs: Tensor, experts: Tensor, tensors: Sequence[Tensor], kind: Any, rows: int
-) -> list[int]:
-    """Return the sizes of the tensors made for one token by `_multiply_slots`."""
-    top_k = experts.shape[1]
-    num_inputs = 1 if len(inputs) == len(experts) else top_k
-    selected = [top_k * tensor[0].nbytes for tensor in tensors]
-    if not hasattr(kind, "multiply_packed"):
-        size = inputs.element_size()
-        unpacked = [] if kind is Nf4Weight else [_unpacked_bytes(kind, rows, inputs)]
-        return [*selected, *unpacked, top_k * rows * size, rows * size]
-    return [*selected, *kind.input_bytes(num_inputs, inputs), 2 * num_inputs * top_k * rows]
-
-
 def _tile_bytes(inputs: Tensor, tensors: Sequence[Tensor], kind: Any, rows: int) -> list[int]:
     """Return the sizes of the tensors made for the largest tile of an expert's tokens."""
     columns, size = inputs.shape[1], inputs.element_size()
@@ -213,12 +208,7 @@ def _tile_bytes(inputs: Tensor, tensors: Sequence[Tensor], kind: Any, rows: int)
     if hasattr(kind, "input_bytes"):
         cast = [] if inputs.dtype == torch.bfloat16 else [2 * _TILE_ROWS * rows]
         return [*states, *cast, *kind.input_bytes(_TILE_ROWS, inputs)]
-    return [*states, _unpacked_bytes(kind, rows, inputs)]
-
-
-def _unpacked_bytes(kind: Any, rows: int, inputs: Tensor) -> int:
-    """Return the size of the tensors made to dequantize an expert for [tokens, columns]."""
-    return rows * inputs.shape[1] * (inputs.element_size() + getattr(kind, "scratch_bytes", 0))
+    return [*states, unpacked_bytes(kind, rows, inputs)]
 
 
 def _backward_bytes(gradient: Tensor, columns: int) -> list[int]:
@@ -236,7 +226,7 @@ def _buffers(
     kind = _CLASSES[name]
     yield routing_bytes(experts)
     if kind is not Int8Rows:
-        yield _slot_bytes(inputs, experts, tensors, kind, rows)
+        yield slot_bytes(inputs, experts, tensors, kind, rows)
     yield [*routing_bytes(experts)[:2], *_tile_bytes(inputs, tensors, kind, rows)]
 
 
@@ -275,7 +265,7 @@ def _empty_gradients(hidden: Tensor, _index: Tensor, weights: Tensor, *_: Any) -
     return [torch.empty_like(hidden), torch.empty_like(weights)]
 
 
-_COSTS = "int bytes, int experts, int flops, int[] fetched"
+_COSTS = "int slots, int[] cached, int bytes, int experts, int flops, int[] fetched"
 for _name, _tensors, _results, _meta in (
     ("host_experts", "", "Tensor", _empty_like),
     ("host_experts_backward", " Tensor gradient,", "Tensor[]", _empty_gradients),
@@ -288,9 +278,11 @@ for _name, _tensors, _results, _meta in (
 
 def _host_buffers(_hidden: Tensor, index: Tensor, *arguments: Any) -> Iterator[list[int]]:
     """Yield the sizes of the buffers of fetched experts that exist together on a GPU."""
-    if fetched := arguments[-1]:
+    *_, cached, _, _, _, fetched = arguments
+    if fetched:
         yield routing_bytes(index)
         yield fetched
+        yield cached
 
 
 add_operator(torch.ops.duoka.host_experts.default, _host_buffers)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .composed import is_composed
+from .expert_cache import num_slots
 from .routing import by_expert, reserve, routing_bytes
 from .stacked import ExpertStack, Unquantized
 
@@ -28,8 +30,8 @@ _GATE_TENSORS = 3
 
 
 def is_fetched(module: Any, index: Tensor) -> bool:
-    """Return True if the GPU computes a step with this routing; see `fetch`."""
-    return can_fetch(module) and index.numel() > module.num_experts
+    """Return True if a step with this routing streams its experts to the GPU; see `fetch`."""
+    return can_fetch(module) and index.numel() > (num_slots(module) or module.num_experts)
 
 
 def is_training(hidden: Tensor) -> bool:
@@ -111,7 +113,9 @@ def _unpacked(
     parts, matrices = iter(tensors), []
     for stack, bias in _projections(module):
         packed = {name: next(parts) for name in stack.tensors}
-        weight = stack.weight_class(packed, torch.Size(stack.sizes), stack.dtype).unpacked(dtype)
+        weight = stack.weight_class(packed, torch.Size(stack.sizes), stack.dtype)
+        if not _is_tiled(stack):
+            weight = weight.unpacked(dtype)
         matrices.append((weight, None if bias is None else next(parts).to(dtype)))
     return matrices
 
@@ -121,9 +125,22 @@ def _compute_expert(
 ) -> Tensor:
     """Return an expert's outputs of its tokens, [tokens, hidden]."""
     first, last = matrices
-    states = F.linear(inputs, *first)
+    states = _multiply(inputs, *first)
     states = module._apply_gate(states) if module.has_gate else module.act_fn(states)
-    return F.linear(states, *last)
+    return _multiply(states, *last)
+
+
+def _is_tiled(stack: ExpertStack) -> bool:
+    """Return True if a kernel multiplies by an expert's packed weight."""
+    return hasattr(stack.weight_class, "multiply_packed")
+
+
+def _multiply(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return inputs times a weight, which may be composed, plus its bias."""
+    if not is_composed(weight):
+        return F.linear(inputs, weight, bias)
+    outputs = F.linear(inputs, weight)
+    return outputs if bias is None else outputs + bias
 
 
 def _copied(sources: Sequence[Sequence[Tensor]], device: torch.device) -> Iterator[list[Tensor]]:
@@ -170,8 +187,13 @@ def fetched_bytes(
         num_bytes * prod(stack.sizes)
         for stack in (first, last)
         for num_bytes in (size, getattr(stack.weight_class, "scratch_bytes", 0))
-        if stack.weight_class is not Unquantized
+        if stack.weight_class is not Unquantized and not _is_tiled(stack)
     ]
+    for stack in (first, last):
+        if _is_tiled(stack):
+            states = hidden.new_empty(_TILE_ROWS, stack.sizes[1])
+            unpacked += stack.weight_class.input_bytes(_TILE_ROWS, states)
+            unpacked += [_TILE_ROWS * stack.sizes[0] * (2 + size)]  # a cast, and with the bias
     widths = [columns, first.sizes[0], *[last.sizes[1]] * _GATE_TENSORS, columns]
     tile = [_TILE_ROWS * size * width for width in widths] * (3 if is_backward else 1)
     sums = 4 * hidden.numel()

@@ -20,6 +20,7 @@ from duoka.forecast.workload import ALL_EXPERTS
 from duoka.virtual import VirtualTensor
 
 from .composed import num_bytes
+from .expert_cache import CachedExperts, add_cache, cached_bytes, load_experts, num_slots
 from .fetched_experts import (
     can_fetch,
     fetch,
@@ -28,6 +29,7 @@ from .fetched_experts import (
     is_fetched,
     is_training,
 )
+from .routing import reserve
 from .stacked import ExpertStack, Unquantized
 
 IMPLEMENTATION = "duoka"
@@ -61,21 +63,28 @@ def use_implementation(module: Any) -> None:
         config._experts_implementation = IMPLEMENTATION
 
 
-def keep_on_host(model: nn.Module, names: Sequence[str]) -> None:
-    """Let the experts of these modules of a model without data stay on the host."""
+def keep_on_host(model: nn.Module, names: Sequence[str], cache_bytes: int = 0) -> None:
+    """Let the experts of these modules of a model without data stay on the host.
+
+    With a cache, GPUs fetch them, and keep some of each layer; see `expert_cache`.
+    """
     for name in expert_modules(model) if tuple(names) == ALL_EXPERTS else names:
         module: Any = model.get_submodule(name)
+        has_cache = cache_bytes > 0 and can_fetch(module)
         for key, parameter in list(module.named_parameters(recurse=False)):
             if isinstance(parameter, ExpertStack):
-                stack = parameter.for_cpu()
+                stack = parameter if has_cache else parameter.for_cpu()
             elif parameter.ndim == _STACK_DIMENSIONS:
                 stack = ExpertStack.empty(
                     *(parameter, parameter.device, Unquantized), is_transposed=module.is_transposed
                 )
             else:
                 continue
+            stack = stack.to_fetch() if has_cache else stack
             module.register_parameter(key, nn.Parameter(stack, requires_grad=False))
         setattr(module, ON_HOST, True)
+        if has_cache:
+            add_cache(module, cache_bytes)
         use_implementation(module)
 
 
@@ -111,18 +120,27 @@ def compute_on_host(
         return recorded
     if hidden.device.type != "cpu" and is_fetched(module, index):
         return fetch(module, hidden, index, weights)
+    if hidden.device.type != "cpu" and num_slots(module):
+        reserve(hidden.device, cached_bytes(module, hidden, index))
+        slots = torch.empty_like(index, memory_format=torch.contiguous_format)
+        _do_on_host(partial(load_experts, module), [slots, index.contiguous()])
+        return compute(CachedExperts(module), hidden, slots, weights)
     if not hidden.is_cuda:
         result = compute(module, hidden.cpu(), index.cpu(), weights.cpu())
         return result.to(hidden.device)
     outputs = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-    work = partial(_compute_into, compute, module)
     tensors = [outputs, *(tensor.contiguous() for tensor in (hidden, index, weights))]
+    _do_on_host(partial(_compute_into, compute, module), tensors)
+    return outputs
+
+
+def _do_on_host(work: Callable[..., object], tensors: Sequence[Tensor]) -> None:
+    """Call a function of tensors on the GPU, or let replays of a CUDA graph call it."""
     add_host_work = _ADD_HOST_WORK.get()
     if add_host_work is None:
         work(*tensors)
     else:
         add_host_work(work, tensors)
-    return outputs
 
 
 def is_without_data(tensor: Tensor) -> bool:
@@ -138,9 +156,10 @@ def _record(
     flops = 2 * sum(part.numel() for part in stacks) // module.num_experts
     size = sum(map(num_bytes, stacks))
     fetched = fetched_bytes(module, hidden, index, is_backward=is_backward)
+    cache = num_slots(module), cached_bytes(module, hidden, index)
     operators = torch.ops.duoka
     operator = operators.host_experts_backward if is_backward else operators.host_experts
-    return operator(hidden, index, *tensors, size, module.num_experts, flops, fetched)
+    return operator(hidden, index, *tensors, *cache, size, module.num_experts, flops, fetched)
 
 
 class _Fetched(torch.autograd.Function):

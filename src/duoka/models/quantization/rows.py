@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .composed import parts
+from .stacked import Int4Tiles
 from .stored import StoredRows
 from .weights import INT4_CLASSES, computes_in, quantize, scheme_of
 
@@ -74,7 +75,8 @@ def _parts_of(
 ) -> Iterable[Tensor]:
     """Quantize rows on a device, and return their parts."""
     if isinstance(source, StoredRows):
-        rows = source.map(lambda tensor: tensor.contiguous().to(target.device))
+        place = device if isinstance(target, Int4Tiles) else target.device
+        rows = source.map(lambda tensor: tensor.contiguous().to(place))
         return rows.packed(type(target).__name__)
     taken = source.contiguous().to(device=device, dtype=computes_in(target))
     make = getattr(type(target), "of", None)  # of duoka's own classes

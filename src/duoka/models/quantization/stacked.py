@@ -19,7 +19,7 @@ reads only those: with q = 16 high + low, a product is one of twice the columns,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
@@ -391,6 +391,12 @@ class ExpertStack(Composed):
             return self.for_cpu(device)
         return self.map(lambda tensor: torch.empty_like(tensor, device=device))
 
+    def to_fetch(self) -> FetchedStack:
+        """Return the same stack in the class for experts that GPUs fetch."""
+        return FetchedStack.make(
+            *(self.tensors, self.shape, self.dtype, self.weight_class, self.is_transposed)
+        )
+
     def expert(self, number: int) -> Composed:
         """Return the weight [rows, columns] of one expert; a view."""
         tensors = {name: tensor[number] for name, tensor in self.tensors.items()}
@@ -416,3 +422,30 @@ class ExpertStack(Composed):
         cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any
     ) -> Self:
         return cls.make(inner, size, *context)
+
+
+class FetchedStack(ExpertStack):
+    """Experts that GPUs fetch: in host memory, too, they have the layout of the GPU."""
+
+    def empty_on(self, device: torch.device) -> Self:
+        """Allocate a stack of this shape on a device."""
+        return self.map(lambda tensor: torch.empty_like(tensor, device=device))
+
+
+def slot_bytes(
+    inputs: Tensor, experts: Tensor, tensors: Sequence[Tensor], kind: Any, rows: int
+) -> list[int]:
+    """Return the sizes of the tensors made by a token's product with its experts."""
+    top_k = experts.shape[1]
+    num_inputs = 1 if len(inputs) == len(experts) else top_k
+    selected = [top_k * tensor[0].nbytes for tensor in tensors]
+    if not hasattr(kind, "multiply_packed"):
+        size = inputs.element_size()
+        unpacked = [] if kind is Nf4Weight else [unpacked_bytes(kind, rows, inputs)]
+        return [*selected, *unpacked, top_k * rows * size, rows * size]
+    return [*selected, *kind.input_bytes(num_inputs, inputs), 2 * num_inputs * top_k * rows]
+
+
+def unpacked_bytes(kind: Any, rows: int, inputs: Tensor) -> int:
+    """Return the size of the tensors made to dequantize an expert for [tokens, columns]."""
+    return rows * inputs.shape[1] * (inputs.element_size() + getattr(kind, "scratch_bytes", 0))

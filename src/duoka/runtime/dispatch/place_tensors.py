@@ -147,9 +147,13 @@ def with_host_experts(
 
     On virtual GPUs without data nothing is computed, so experts on the host are left out.
     """
-    hosts = [name for name, _ in host_experts(model)]
+    hosts = {
+        f"{owner}.{name}"
+        for owner, module in host_experts(model)
+        for name, _ in module.named_parameters()
+    }
     for name, device in devices.items():
-        if device.type == "meta" or not any(is_within(name, host) for host in hosts):
+        if device.type == "meta" or name not in hosts:
             yield name, device
         elif not (is_virtual(device) and active_world().gpus[0].meta):
             yield name, torch.device("cpu")

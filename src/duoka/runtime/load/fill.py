@@ -26,7 +26,7 @@ from duoka.models.quantization import (
     is_composed,
     takes_rows,
 )
-from duoka.models.quantization.stacked import Int4Rows, Int8Rows
+from duoka.models.quantization.stacked import Int4Rows, Int4Tiles, Int8Rows, Int8Tiles
 from duoka.models.quantization.weights import Nf4Weight
 from duoka.models.quantized_checkpoint import StoredWeights
 
@@ -41,6 +41,7 @@ Progress = Callable[[int, int], None]
 # on the device. So such copies are made in chunks of this size, for which CUDA's allocator uses
 # small segments: there may be no free memory for a large buffer beside the weights.
 _CHUNK_BYTES = 2**20
+_QUANTIZED_BY_GPU = Int4Rows, Int4Tiles, Int8Rows, Int8Tiles, Nf4Weight
 
 
 class Filler:
@@ -223,7 +224,7 @@ class Quantizer:
 
     def _device_for(self, target: Tensor) -> torch.device:
         """Return the device that quantizes rows of a weight."""
-        is_slow = isinstance(target, (Int4Rows, Int8Rows, Nf4Weight)) and not target.is_cuda
+        is_slow = isinstance(target, _QUANTIZED_BY_GPU) and not target.is_cuda
         return self._gpu if is_slow and self._gpu is not None else target.device
 
     def _put_matrix(
