@@ -27,6 +27,7 @@ from duoka.runtime.call.chunk import Chunk
 
 LAYERS = 2
 SEGMENT_BYTES = 2**21
+CACHE_BYTES = 6 * 2**20
 SMALL_BYTES = 4096  # a step ahead, and its tokens
 PROMPTS = [[*range(length)] for length in (1, 5, 17, 40)]
 ROW = SamplingRow(params=SamplingParams(), seed=0, place=0)
@@ -38,21 +39,23 @@ def model(tmp_path: Path) -> Path:
     return tuning.write_of_config(tmp_path, **{**CONFIG, "num_hidden_layers": LAYERS})
 
 
-def make_plan(model: Path, scheme: Any, gpus: str = "1GiB") -> duoka.Plan:
+def make_plan(model: Path, scheme: Any, gpus: str = "1GiB", way: Any = "compute") -> duoka.Plan:
     work = duoka.Workload(
         cache="paged", batch=3, prompt_tokens=40, new_tokens=24, dtype="bfloat16",
         prefill_chunk_tokens=16, pages=4, page_tokens=256, quantize=scheme,
     )  # fmt: skip
     fleet = duoka.Fleet.parse(gpus).with_host("1GiB,30GB/s")
-    constraints = Constraints(experts="host")
+    cache = CACHE_BYTES * LAYERS if way == "fetch" else None
+    constraints = Constraints(experts="host", host_experts=way, expert_cache=cache)
     return duoka.plan(model, fleet, work, use_all="," in gpus, constraints=constraints)
 
 
 @pytest.mark.cuda_rig(gpus="1GiB")
 @pytest.mark.usefixtures("engine_computes_small")
 @pytest.mark.parametrize("scheme", ["none", "int8", "int4", "nf4"])
-def test_serving_takes_what_is_forecast(model: Path, scheme: Any) -> None:
-    plan = make_plan(model, scheme)
+@pytest.mark.parametrize("way", ["compute", "fetch"])
+def test_serving_takes_what_is_forecast(model: Path, scheme: Any, way: str) -> None:
+    plan = make_plan(model, scheme, way=way)
     assert len(plan.host_experts) == LAYERS
     with Engine(plan) as engine:
         assert len(engine.generate(PROMPTS, SamplingParams(max_new_tokens=6))) == len(PROMPTS)
@@ -66,10 +69,12 @@ def test_serving_takes_what_is_forecast(model: Path, scheme: Any) -> None:
 @pytest.mark.cuda_rig(gpus="1GiB")
 @pytest.mark.usefixtures("engine_computes_small")
 @pytest.mark.parametrize("scheme", ["none", "int4"])
+@pytest.mark.parametrize("way", ["compute", "fetch"])
 def test_generate_takes_what_is_forecast(
-    model: Path, scheme: str, capfd: pytest.CaptureFixture[str]
+    model: Path, scheme: str, way: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = "--gpus 0 --context 128 --new-tokens 50 --dtype bfloat16 --experts host --json"
+    words += f" --host-experts {way}" + (f" --expert-cache {CACHE_BYTES}B" if way == "fetch" else "")
     options = [*words.split(), "--quantize", scheme, "--host-memory", "1GiB,30GB/s"]
     assert run(["generate", str(model), *options, "-p", "ab", "-p", "abc" * 9]) == 0
     measured = json.loads(capfd.readouterr().out)["measured"]
@@ -90,10 +95,29 @@ def test_a_layer_waits_once_and_copies_four_times(model: Path, scheme: Any) -> N
 
 
 @pytest.mark.cuda_rig(gpus="1GiB", log=LOG)
+@pytest.mark.parametrize(("scheme", "tensors"), [("none", 2), ("int4", 4)])
+def test_a_layer_waits_for_its_routing_and_copies_missing_experts(
+    model: Path, scheme: Any, tensors: int
+) -> None:
+    """All tokens choose the same experts here: a second step copies none."""
+    plan = make_plan(model, scheme, way="fetch")
+    chosen = CONFIG["num_experts_per_tok"]
+    counts = {
+        "wait for a stream": LAYERS, "wait for an event": 1, "launch": LAYERS + 3,
+        "to host": LAYERS + 1, "to GPU": LAYERS + 1, "pageable": 0, "graph": LAYERS + 1,
+    }  # fmt: skip
+    assert count_step(plan) == counts
+    copies = LAYERS * chosen * tensors
+    counts["to GPU"] += copies
+    assert count_step(plan, forgets=True) == counts
+
+
+@pytest.mark.cuda_rig(gpus="1GiB", log=LOG)
 @pytest.mark.usefixtures("engine_computes")
 @pytest.mark.parametrize("scheme", ["none", "int8"])
-def test_answers_are_those_without_graphs(model: Path, scheme: Any) -> None:
-    plan = make_plan(model, scheme)
+@pytest.mark.parametrize("way", ["compute", "fetch"])
+def test_answers_are_those_without_graphs(model: Path, scheme: Any, way: str) -> None:
+    plan = make_plan(model, scheme, way=way)
     params = SamplingParams(max_new_tokens=10)
     answers = []
     with values(most=None):
@@ -148,12 +172,15 @@ def test_a_chunk_fetches_the_experts_in_use_once(model: Path, scheme: Any, tenso
     assert sum(line == "wait for a stream" for line in lines) == LAYERS
 
 
-def count_step(plan: duoka.Plan) -> Counter[str]:
+def count_step(plan: duoka.Plan, *, forgets: bool = False) -> Counter[str]:
     """Count the waits of a decode step and its copies by direction, in the rig's log."""
-    executor = InlineExecutor(duoka.load(plan), Capacity.of(plan.workload), plan.workload)
+    model: Any = duoka.load(plan)
+    executor = InlineExecutor(model, Capacity.of(plan.workload), plan.workload)
     with values(), torch.no_grad():
         executor.start()
         for position in range(7, 12):  # the first steps get pinned memory from the driver
+            for cache in model.buffers() if forgets else ():
+                cache.__dict__.pop("held", None)
             start = LOG.stat().st_size
             chunks = [Chunk(0, [7], position, [0], ROW)]
             outcomes_of(chunks, executor.sample(chunks))

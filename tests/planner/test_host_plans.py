@@ -19,6 +19,7 @@ import duoka
 from duoka import Fleet, Plan, Workload, virtual
 from duoka.engine import Engine, SamplingParams
 from duoka.models.quantization import on_host
+from duoka.models.quantization.expert_cache import COUNTS
 from duoka.planner.constraints import Constraints
 
 CONFIG: dict[str, Any] = {
@@ -49,8 +50,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plan_on(path: Path, gpus: str, experts: Any, workload: Workload, **others: Any) -> Plan:
     fleet = Fleet.parse(gpus).with_host("1GiB,30GB/s")
-    constraints = Constraints(experts=experts)
+    constraints = others.pop("constraints", Constraints(experts=experts))
     return duoka.plan(path, fleet, workload, constraints=constraints, suggest=False, **others)
+
+
+def plan_fetching(path: Path, gpus: str, workload: Workload, **others: Any) -> Plan:
+    """Plan with all experts on the host, and caches of a third of them."""
+    constraints = Constraints(experts="host", host_experts="fetch", expert_cache=5 * MIB)
+    return plan_on(path, gpus, "host", workload, constraints=constraints, **others)
 
 
 def plan_small(path: Path, workload: Workload) -> Iterator[Plan]:
@@ -108,6 +115,41 @@ def test_the_engine_generates_the_same(checkpoint: Path, scheme: Any) -> None:
         assert serve(plan) == tokens
         if len(plan.placement.devices) > 1:
             assert serve(plan, processes=True) == tokens
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_fetched_experts_generate_the_same(checkpoint: Path, scheme: Any) -> None:
+    workload = replace(WORK, quantize=scheme)
+    logits, tokens = generate(plan_on(checkpoint, LARGE, "gpu", workload))
+    COUNTS.clear()
+    for gpus in (LARGE, "virtual:2x500MiB"):
+        plan = plan_fetching(checkpoint, gpus, workload, use_all=True)
+        assert plan.workload.expert_cache_bytes == 5 * MIB * len(plan.devices) // 4
+        outputs = generate(plan)
+        assert close(outputs[0], logits, TOLERANCES[scheme])
+        assert outputs[1] == tokens
+    assert min(COUNTS["hits"], COUNTS["misses"]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.usefixtures("quick_workers")
+@pytest.mark.parametrize("scheme", ["none", "int4"])
+def test_the_engine_generates_the_same_with_fetched_experts(checkpoint: Path, scheme: Any) -> None:
+    workload = replace(PAGED, quantize=scheme)
+    tokens = serve(plan_on(checkpoint, LARGE, "gpu", workload))
+    plan = plan_fetching(checkpoint, LARGE, workload)
+    assert serve(plan) == tokens
+    assert serve(plan_fetching(checkpoint, "virtual:2x500MiB", workload, use_all=True), processes=True) == tokens
+
+
+@pytest.mark.parametrize(("rate", "way"), [("30GB/s", "compute"), ("20GB/s", "fetch")])
+def test_what_reads_experts_faster_is_chosen(checkpoint: Path, rate: str, way: str) -> None:
+    """An RTX 4090 reads 25 GB/s of host memory."""
+    fleet = Fleet.parse("RTX4090").with_host(f"1GiB,{rate}")
+    plan = duoka.plan(checkpoint, fleet, WORK, constraints=Constraints(experts="host"))
+    assert (plan.workload.expert_cache_bytes > 0) is (way == "fetch")
+    assert len(plan.host_experts) == CONFIG["num_hidden_layers"]
 
 
 def test_the_host_reads_its_weights_in_place(

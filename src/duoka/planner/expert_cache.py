@@ -6,8 +6,9 @@ other. So every layer gets a cache of the same size, as large as all GPUs togeth
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from duoka.forecast.costs import Costs
 from duoka.forecast.profile import Profile
 from duoka.hardware.device import Device
 
@@ -31,18 +32,24 @@ def fetches(problem: PlanProblem, host: Device) -> bool:
     return bandwidth is not None and all(rate is not None and rate > bandwidth for rate in rates)
 
 
-def cache_sizes(hosted: Profile, problem: PlanProblem, least_bytes: int) -> Iterator[int]:
-    """Yield the sizes to try for the cache of each layer, in bytes, the largest first.
+def first_cache(profile: Profile, problem: PlanProblem) -> int:
+    """Return the requested size of each layer's cache in bytes, or the smallest."""
+    size = problem.constraints.expert_cache
+    if size is None:
+        return _LEAST
+    layers = sum(len(block.experts) for block in profile.blocks)
+    return max(size * len(problem.fleet.devices) // layers, _LEAST)
 
-    `least_bytes` is the memory that all stages need together with the smallest caches.
+
+def cache_sizes(hosted: Sequence[Costs], problem: PlanProblem) -> Iterator[int]:
+    """Yield the sizes to try for each layer's cache in bytes, the largest first.
+
+    `hosted` are the costs with all experts on the host and the first size, 0 without caches.
     """
-    layers = sum(hosted.kinds[block.kind].expert_bytes > 0 for block in hosted.blocks)
-    fleet, size = problem.fleet, problem.constraints.expert_cache
-    if size is not None:
-        yield max(size * len(fleet.devices) // layers, _LEAST)
-        return
-    room = int(_SHARE * (fleet.budget_bytes - least_bytes)) // layers
-    for divisor in (1, 2, 4):
-        if room // divisor > _LEAST:
-            yield room // divisor
-    yield _LEAST
+    workload = hosted[0].workload
+    if workload.expert_cache_bytes == _LEAST:
+        least_bytes = min(int(costs.lower_bound_bytes[0, -1]) for costs in hosted)
+        room = int(_SHARE * (problem.fleet.budget_bytes - least_bytes))
+        layers = len(hosted[0].profile.host_experts)
+        yield from (max(room // layers // divisor, _LEAST) for divisor in (1, 2, 4))
+    yield workload.expert_cache_bytes

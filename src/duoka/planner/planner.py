@@ -21,7 +21,7 @@ from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 
 from . import search
-from .expert_cache import cache_sizes, fetches
+from .expert_cache import cache_sizes, fetches, first_cache
 from .host_experts import HostSearch, no_host_experts
 from .limits import host_of, limits_for, reserves
 from .offload import candidates, lightest
@@ -199,21 +199,17 @@ def _place_with_host(
         return None
     if host is None or find is None or not has_experts:
         return None
-    is_cached = training is None and fetches(problem, host)
-    on_host = replace(
-        problem.workload, host_experts=ALL_EXPERTS, expert_cache_bytes=int(is_cached)
-    )
+    on_host = replace(problem.workload, host_experts=ALL_EXPERTS)
+    if training is None and fetches(problem, host):
+        on_host = replace(on_host, expert_cache_bytes=first_cache(profile, problem))
     hosted = find(on_host)
     hosted_problem = replace(problem, workload=on_host)
     if not _fits_bounds(hosted, hosted_problem):
         return None
     if training is not None:
         return _train_with_host(hosted, hosted_problem, host)
-    chunks = _chunked_costs(hosted, hosted_problem)
-    least_bytes = min(int(costs.lower_bound_bytes[0, -1]) for costs in chunks)
-    caches = tuple(cache_sizes(hosted, problem, least_bytes)) if is_cached else (0,)
     for has_room in (True, False):
-        for cache_bytes in caches:
+        for cache_bytes in cache_sizes(_chunked_costs(hosted, hosted_problem), problem):
             on_host = replace(on_host, expert_cache_bytes=cache_bytes)
             plan = _search_with_host(
                 profile, find(on_host), replace(problem, workload=on_host), host, has_room

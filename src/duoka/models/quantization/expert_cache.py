@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .composed import num_bytes
+from .routing import sent_to_host
 from .stacked import ExpertStack, slot_bytes
 
 _PREFIX = "cached_"
@@ -79,7 +80,7 @@ def load_experts(module: nn.Module, slots: Tensor, index: Tensor) -> None:
     first: Any = next(iter(caches.values()))
     # Experts with their slots, the one used longest ago first. New memory has a new cache.
     held: OrderedDict[int, int] = first.__dict__.setdefault("held", OrderedDict())
-    chosen = index.flatten().tolist()
+    chosen = sent_to_host([index])[0].flatten().tolist()
     missing = []
     for number in dict.fromkeys(chosen):
         if number in held:

@@ -29,7 +29,7 @@ from .fetched_experts import (
     is_fetched,
     is_training,
 )
-from .routing import reserve
+from .routing import reserve, sent_to_host
 from .stacked import ExpertStack, Unquantized
 
 IMPLEMENTATION = "duoka"
@@ -189,13 +189,7 @@ def _compute_into(
     compute: Callable[..., Tensor], module: Any, outputs: Tensor, *tensors: Tensor
 ) -> None:
     """Send tensors to the host, compute there, and send the result to `outputs`."""
-    # Pinned memory lets all three copies go before the only wait.
-    sent = [
-        torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-        for tensor in tensors
-    ]
-    torch.cuda.current_stream(outputs.device).synchronize()
-    outputs.copy_(compute(module, *sent).pin_memory(), non_blocking=True)
+    outputs.copy_(compute(module, *sent_to_host(tensors)).pin_memory(), non_blocking=True)
 
 
 @contextmanager

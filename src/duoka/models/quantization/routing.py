@@ -24,6 +24,19 @@ def by_expert(experts: Tensor, count: int) -> list[tuple[int, Tensor]]:
     ]
 
 
+def sent_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of tensors on the host, for which the host waits once."""
+    if not tensors[0].is_cuda:
+        return [tensor.cpu() for tensor in tensors]
+    # Pinned memory lets all copies go before the only wait.
+    sent = [
+        torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+        for tensor in tensors
+    ]
+    torch.cuda.current_stream(tensors[0].device).synchronize()
+    return sent
+
+
 # Another routing gives other tiles. So before the first tile, the memory of the largest possible
 # one is allocated and freed: the tiles then use what the allocator keeps of it.
 def reserve(device: torch.device, sizes_bytes: Sequence[int]) -> None:

@@ -41,6 +41,7 @@ Progress = Callable[[int, int], None]
 # on the device. So such copies are made in chunks of this size, for which CUDA's allocator uses
 # small segments: there may be no free memory for a large buffer beside the weights.
 _CHUNK_BYTES = 2**20
+_NO_GPU = "cpu", "meta"
 _QUANTIZED_BY_GPU = Int4Rows, Int4Tiles, Int8Rows, Int8Tiles, Nf4Weight
 
 
@@ -62,7 +63,7 @@ class Filler:
         self._sources = sources
         self._progress = progress
         self._stored = stored
-        gpus = (target.device for target in targets.values() if target.is_cuda)
+        gpus = (target.device for target in targets.values() if target.device.type not in _NO_GPU)
         self._quantizer = Quantizer(next(gpus, None))
         self._done_bytes = self._total_bytes = 0
 
