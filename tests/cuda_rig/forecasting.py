@@ -41,7 +41,8 @@ class Case:
             trains = self.workload.training is not None
             quantize_model(model, self.workload.quantize, trains=trains)
         if self.workload.host_experts:
-            keep_on_host(model, self.workload.host_experts)
+            size = self.workload.expert_cache_bytes
+            keep_on_host(model, self.workload.host_experts, size)
         return model
 
     def profile(self) -> Profile:

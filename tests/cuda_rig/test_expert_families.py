@@ -37,6 +37,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": ("MiniMaxM2ForCausalLM", {}),
     "dots1": ("Dots1ForCausalLM", {}),
 }
+CACHE_BYTES = 600_000
+"""Six of a layer's 16 experts."""
 LOADS: dict[str, dict[str, Any]] = {
     "decode": {"prompt_tokens": 4, "new_tokens": 40},
     "prefill": {"prompt_tokens": 300, "new_tokens": 2},
@@ -47,7 +49,7 @@ LOADS: dict[str, dict[str, Any]] = {
 @pytest.mark.nightly
 @pytest.mark.cuda_rig(gpus="1GiB")
 @pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("experts", ["gpu", "host"])
+@pytest.mark.parametrize("experts", ["gpu", "host", "fetch"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_memory(family: str, experts: str, load: str) -> None:
     """Reserved bytes are the forecast's, with experts on the host up to a segment of 2 MiB.
@@ -56,9 +58,12 @@ def test_memory(family: str, experts: str, load: str) -> None:
     """
     architecture, more = FAMILIES[family]
     config = {"model_type": family, "architectures": [architecture], **SIZES, **more}
-    hosts = ALL_EXPERTS if experts == "host" else ()
+    hosts = () if experts == "gpu" else ALL_EXPERTS
     work: dict[str, Any] = LOADS[load]
-    workload = Workload(dtype="bfloat16", quantize="int4", host_experts=hosts, **work)
+    workload = Workload(
+        dtype="bfloat16", quantize="int4", host_experts=hosts,
+        expert_cache_bytes=CACHE_BYTES if experts == "fetch" else 0, **work,
+    )  # fmt: skip
     case = Case(config=config, gpus="1GiB", workload=workload)
     plan = case.plan(case.profile())
     run(plan, case.build())
@@ -66,5 +71,5 @@ def test_memory(family: str, experts: str, load: str) -> None:
     if table := os.environ.get("DUOKA_TABLE"):  # benchmarks/expert_families_rig_….md is made of it
         with Path(table).open("a") as file:
             print(f"| {family} | {experts} | {load} | {told:,} | {taken:,} |", file=file)
-    segments = {"gpu": 0, "host": 2 if load == "decode" else 1}[experts]
+    segments = 0 if experts == "gpu" else 2 if load == "decode" else 1
     assert 0 <= told - taken <= segments * 2**21

@@ -48,17 +48,21 @@ def fleet_of(*cards: tuple[int, int]) -> Fleet:
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def profiles() -> tuple[Profile, Profile]:
-    """The model with all experts on the GPUs, and with all on the host."""
+@pytest.fixture(scope="module", params=[0, 900_000], ids=["compute", "fetch"])
+def profiles(request: pytest.FixtureRequest) -> tuple[Profile, Profile]:
+    """The model with all experts on the GPUs, and with all on the host, or two of eight cached."""
     both = []
     for names in ((), ALL_EXPERTS):
-        work = replace(WORK, host_experts=names)
+        work = replace(WORK, host_experts=names, expert_cache_bytes=request.param)
         model = models.build(CONFIG, dtype=torch.bfloat16)
         quantize_model(model, "int8")
-        keep_on_host(model, names)
+        keep_on_host(model, names, request.param)
         both.append(trace_serving(model, TraceSpec(fingerprint="", conditions=work.conditions)))
     return both[0], both[1]
+
+
+def work_of(hosted: Profile) -> Workload:
+    return replace(WORK, expert_cache_bytes=hosted.conditions.expert_cache_bytes)
 
 
 def all_placements(costs: Costs, fleet: Fleet) -> list[list[tuple[int, int, int]]]:
@@ -93,7 +97,7 @@ def fastest(profiles: tuple[Profile, Profile], fleet: Fleet) -> float | None:
             layers = [blocks for place, blocks in expert_places if start <= place < stop]
             for number in range(len(layers) + 1):
                 profile = hosting(on_gpus, {b for at in layers[:number] for b in at}, hosted)
-                work = replace(WORK, host_experts=profile.host_experts)
+                work = replace(work_of(hosted), host_experts=profile.host_experts)
                 costs = Costs(profile, work, host=HOST)
                 if costs.stage_bytes(start, stop, gpu.budget_bytes) is not None:
                     times = costs.latency.seconds_on(gpu)
@@ -115,7 +119,7 @@ def test_no_other_placement_is_faster(profiles: tuple[Profile, Profile], seed: i
     rng = random.Random(seed)
     cards = [(rng.randint(10, 34), rng.choice([300, 900])) for _ in range(1 + seed % 3)]
     fleet = fleet_of(*cards)
-    problem = PlanProblem(fleet=fleet, workload=WORK)
+    problem = PlanProblem(fleet=fleet, workload=work_of(profiles[1]))
     result = HostSearch(*profiles, problem, HOST, has_room=False).find()
     best = fastest(profiles, fleet)
     if best is None:
@@ -130,7 +134,7 @@ def test_no_other_placement_is_faster(profiles: tuple[Profile, Profile], seed: i
 
 
 def test_a_host_with_too_little_memory_is_refused(profiles: tuple[Profile, Profile]) -> None:
-    problem = PlanProblem(fleet=fleet_of((16, 300)), workload=WORK)
+    problem = PlanProblem(fleet=fleet_of((16, 300)), workload=work_of(profiles[1]))
     result = HostSearch(*profiles, problem, HOST, has_room=False).find()
     assert result is not None
     needed = result[0].profile.expert_bytes

@@ -143,15 +143,6 @@ def test_the_engine_generates_the_same_with_fetched_experts(checkpoint: Path, sc
     assert serve(plan_fetching(checkpoint, "virtual:2x500MiB", workload, use_all=True), processes=True) == tokens
 
 
-@pytest.mark.parametrize(("rate", "way"), [("30GB/s", "compute"), ("20GB/s", "fetch")])
-def test_what_reads_experts_faster_is_chosen(checkpoint: Path, rate: str, way: str) -> None:
-    """An RTX 4090 reads 25 GB/s of host memory."""
-    fleet = Fleet.parse("RTX4090").with_host(f"1GiB,{rate}")
-    plan = duoka.plan(checkpoint, fleet, WORK, constraints=Constraints(experts="host"))
-    assert (plan.workload.expert_cache_bytes > 0) is (way == "fetch")
-    assert len(plan.host_experts) == CONFIG["num_hidden_layers"]
-
-
 def test_the_host_reads_its_weights_in_place(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from duoka.models.quantization.expert_cache import COUNTS
 from duoka.report.measured import Measured, PeakBytes
 
 from .request import Completion
@@ -22,9 +23,11 @@ def measured(answers: Sequence[Completion], peaks: Sequence[PeakBytes]) -> Measu
         seconds += max(0.0, end - max(start, until))
         until = max(until, end)
     tokens = sum(max(0, len(answer.tokens) - 1) for answer, _ in started)
+    chosen = COUNTS.total()
     return Measured(
         devices=tuple(peaks),
         context_tokens=max((a.prompt_tokens + len(a.tokens) for a in answers), default=0),
         first_token_seconds=sum(waits) / len(waits) if waits else None,
         tokens_per_second=tokens / seconds if seconds and tokens else None,
+        expert_hits=COUNTS["hits"] / chosen if chosen else None,
     )

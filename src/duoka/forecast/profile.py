@@ -409,8 +409,14 @@ class Profile:
         serving = [regime.query for regime in self.regimes if regime.phase == "serve"]
         has_experts = any(block.experts for block in self.blocks)
         waits = self.conditions.quantize != "none" or self.conditions.host_experts
-        is_limited = serving and has_experts and waits
-        return serving[-1][0] - 1 if is_limited else None
+        if not (serving and has_experts and waits):
+            return None
+        tokens = serving[-1][0] - 1
+        if cache_bytes := self.conditions.expert_cache_bytes:
+            # A step of more tokens may choose more experts than the cache holds.
+            layer_bytes = max(kind.expert_bytes for kind in self.kinds)
+            tokens = max(1, min(tokens, tokens * cache_bytes // layer_bytes))
+        return tokens
 
     @property
     def encodes_images(self) -> bool:

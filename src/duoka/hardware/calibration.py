@@ -80,7 +80,8 @@ class HostFigures:
     """Measured figures of the host.
 
     - `memory_bytes`: the size of its memory, because machines may share the cache
-    - `memory_bytes_per_second`: rate of reading memory with `threads` threads, torch's number
+    - `memory_bytes_per_second`: rate of a matrix product with a single row, as in decoding, with
+      `threads` threads, torch's number
     """
 
     memory_bytes: int

@@ -13,9 +13,10 @@ from duoka.forecast.profile import Profile
 from duoka.hardware.device import Device
 
 from .request import PlanProblem
+from .room import room_bytes
 
-_SHARE = 0.85
-"""Share of the free memory for caches: stages are cut between layers, so some memory is left."""
+_SHARES = 0.95, 0.8, 0.6, 0.3
+"""Shares of the free memory for caches to try: stages are cut between layers, so some is left."""
 _LEAST = 1
 """A cache has room for the experts of one token at least."""
 
@@ -49,7 +50,8 @@ def cache_sizes(hosted: Sequence[Costs], problem: PlanProblem) -> Iterator[int]:
     workload = hosted[0].workload
     if workload.expert_cache_bytes == _LEAST:
         least_bytes = min(int(costs.lower_bound_bytes[0, -1]) for costs in hosted)
-        room = int(_SHARE * (problem.fleet.budget_bytes - least_bytes))
+        budgets = [device.budget_bytes for device in problem.fleet.devices]
+        room = sum(budgets) - sum(map(room_bytes, budgets)) - least_bytes
         layers = len(hosted[0].profile.host_experts)
-        yield from (max(room // layers // divisor, _LEAST) for divisor in (1, 2, 4))
+        yield from (max(int(share * room) // layers, _LEAST) for share in _SHARES)
     yield workload.expert_cache_bytes

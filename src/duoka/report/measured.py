@@ -37,12 +37,14 @@ class Measured:
 
     `context_tokens` is the length of the longest prompt with its completion. `first_token_seconds`
     is the mean time to first token and `tokens_per_second` the decode speed; None if not timed.
+    `expert_hits` is the share of chosen experts found in the GPUs' caches; None without caches.
     """
 
     devices: tuple[PeakBytes, ...]
     context_tokens: int = 0
     first_token_seconds: float | None = None
     tokens_per_second: float | None = None
+    expert_hits: float | None = None
 
     def beside(self, forecast: Forecast) -> Iterator[tuple[PeakBytes, StageBytes]]:
         """Pair each measured device with its forecast."""

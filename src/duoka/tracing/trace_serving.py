@@ -17,7 +17,6 @@ from duoka.errors import ModelError
 from duoka.forecast.profile import ENDLESS, Phase, Profile, Regime
 from duoka.forecast.serving import FIRST, Capacity, StepSize, padded, serving_monomials
 from duoka.models.quantization import has_interface
-from duoka.models.quantization.expert_cache import num_slots
 from duoka.runtime.call.paged_model import PagedModel, reads_pages
 from duoka.runtime.draw import draw_in_every_way
 
@@ -94,7 +93,7 @@ class _ServingTracer(Tracer):
 
         def note(module: Any, args: Any) -> None:
             if has_interface(module) and len(args) > 1:
-                few.append((num_slots(module) or module.num_experts) // args[1].shape[1])
+                few.append(module.num_experts // args[1].shape[1])
 
         with register_module_forward_pre_hook(note):
             groups = find_groups(self.model, lambda: self._stepper(0).start())

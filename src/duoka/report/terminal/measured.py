@@ -38,6 +38,8 @@ def _measured_parts(plan: Plan, measured: Measured) -> Iterator[RenderableType]:
         yield table
     if pace := _describe_speed(measured):
         yield Text(pace)
+    if measured.expert_hits is not None:
+        yield Text(f"{measured.expert_hits:.0%} of the chosen experts were in the GPUs' caches")
     if 0 < measured.context_tokens < plan.workload.context_tokens:
         yield Text(
             f"The forecast is for {plan.workload.context_tokens} tokens; at most "

@@ -182,16 +182,18 @@ def _measure(device: Device) -> GpuFigures:
 
 
 def _measure_host() -> HostFigures:
-    """Measure the bandwidth of the host's memory, in at most a quarter of what is available."""
+    """Measure the rate of a product with one row, in at most a quarter of the host's memory."""
     say("host memory")
     size = min(_HOST_BYTES, (available_bytes() or _HOST_BYTES) // 4)
-    # The maximum of 64-bit integers takes less time per byte than the loads. All of torch's threads
-    # first write and then read the same parts, which are in the memory of their own NUMA node.
-    words = torch.ones(size // 8, dtype=torch.int64)
-    seconds = min(_time_round(words.amax, 1, ()) for _ in range(2 * _ROUNDS))
+    # As in decoding. Few cores read less than the memory could give: their arithmetic is the limit,
+    # for quantized weights about as much.
+    row, matrix = (
+        torch.ones((rows, _WIDTH), dtype=torch.bfloat16) for rows in (1, size // _WIDTH // 2)
+    )
+    seconds = min(_time_round(lambda: linear(row, matrix), 1, ()) for _ in range(2 * _ROUNDS))
     return HostFigures(
         memory_bytes=total_bytes() or size,
-        memory_bytes_per_second=_to_two_digits(words.nbytes / seconds),
+        memory_bytes_per_second=_to_two_digits(matrix.nbytes / seconds),
         threads=torch.get_num_threads(),
     )
 
