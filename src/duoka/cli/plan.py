@@ -23,7 +23,7 @@ from . import planning, replicas
 from .groups import flag, option, refuse_beside, with_groups
 from .options import ModelOptions, NamesOption, PlanOptions
 from .suggestions import as_json
-from .terminal import check_file, note, print_json, stdout, write_file
+from .terminal import check_file, print_json, stdout
 from .training_options import TrainingOptions
 
 
@@ -41,7 +41,6 @@ class PlanOutput(NamesOption):
         "Explain the plan: the binding GPU, why each GPU has no fewer and no more modules, and "
         "the alternatives. With --json print only that."
     )
-    html: Path | None = option("FILE", "Write the plan as a self-contained HTML page.")
     export: str | None = option(
         "TOOL",
         "Print the plan in the form of another tool: accelerate, vllm, sglang, llama.cpp, "
@@ -66,7 +65,6 @@ class PlanOutput(NamesOption):
             refuse_tool(self.export, self.convention, self.gguf)
         check_file(self.save, "the plan")
         check_file(self.save_device_map, "the device map")
-        check_file(self.html, "the page")
         if self.export is not None:
             hint = "save the plan with --save FILE, then request each separately with --plan FILE"
             beside = "--export, which prints another format"
@@ -74,7 +72,7 @@ class PlanOutput(NamesOption):
         if options.replicas is not None:
             beside = "--replicas: they apply to a single plan"
             hint = "save the plans with --save FILE, then request it for each with --plan FILE"
-            outputs = self.given_options("save_device_map", "html", "explain", "export")
+            outputs = self.given_options("save_device_map", "explain", "export")
             refuse_beside(outputs + planning.given_map(options), beside, hint)
             options.refuse("replan", "max_context", "max_batch", beside=beside, hint=hint)
 
@@ -103,8 +101,6 @@ class PlanOutput(NamesOption):
             planning.save_device_map(map_of(plan, self.convention), self.save_device_map)
         if self.save is not None:
             planning.save_plan(plan, self.save)
-        if self.html is not None:
-            _save_page(plan, self.html)
         if self.export is not None:
             exported = duoka.export(plan, self.export, names=self.convention, gguf=self.gguf)
             typer.echo(str(exported))
@@ -168,15 +164,3 @@ def _plan_with_pins(
     all_pins = [*(options.pin or ()), *(f"{name}={at}" for name, at in pins)]
     with redirect_stderr(StringIO()):
         return planning.find_plan(model, replace(options, pin=all_pins), training)[0]
-
-
-def _save_page(plan: duoka.Plan, file: Path) -> None:
-    """Save a plan as an HTML page, with the explanation if the profile is cached."""
-    from duoka.report.html import render_page
-
-    explanation = None
-    try:
-        explanation = duoka.explain(plan)
-    except UsageError as error:
-        note(f"the page has no reasons: {error}")
-    write_file(file, render_page(plan, explanation))
