@@ -12,23 +12,24 @@ import typer
 
 import duoka
 from duoka.base.serialization import to_dict
+from duoka.base.text import choose
 from duoka.errors import InfeasibleError, PlacementError, UsageError
 from duoka.forecast.workload import Training
 from duoka.hardware.detect import describe_numbers
-from duoka.planner.plan_profile import map_of
+from duoka.planner.plan_profile import CONVENTIONS, Convention, map_of
 from duoka.planner.replicas import Replicas
 from duoka.report.export import TOOLS, Pins, plan_for_tool, refuse_tool
 
 from . import planning, replicas
-from .groups import flag, option, refuse_beside, with_groups
-from .options import ModelOptions, NamesOption, PlanOptions
+from .groups import OptionGroup, flag, option, refuse_beside, with_groups
+from .options import ModelOptions, PlanOptions
 from .suggestions import as_json
 from .terminal import check_file, print_json, stdout
 from .training_options import TrainingOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOutput(NamesOption):
+class PlanOutput(OptionGroup):
     """Options for output besides the printed plan."""
 
     save: Path | None = option("FILE", "Save the plan in a file.")
@@ -36,6 +37,12 @@ class PlanOutput(NamesOption):
         "FILE",
         "Write the plan's device map for transformers to a file; for a refused --device-map, "
         "write the completed one.",
+    )
+    names: str | None = option(
+        "WHOSE",
+        "Names in the device map: those of the model in duoka and transformers (model, the "
+        "default), or those of the checkpoint and its own code (checkpoint).",
+        values=CONVENTIONS,
     )
     explain: bool = flag(
         "Explain the plan: the binding GPU, why each GPU has no fewer and no more modules, and "
@@ -53,6 +60,11 @@ class PlanOutput(NamesOption):
         "GPU.",
     )
     json: bool = flag("Print the plan as JSON.")
+
+    @property
+    def convention(self) -> Convention:
+        """The naming convention, "model" by default; UsageError if unknown."""
+        return choose("names", self.names or "model", CONVENTIONS)
 
     def check(self, options: PlanOptions) -> None:
         """Refuse unwritable files and contradicting options before planning."""
