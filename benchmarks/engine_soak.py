@@ -110,8 +110,8 @@ def soak(engine: CountingEngine, plan: duoka.Plan, number: int, seed: int) -> It
     print(f"{time.monotonic() - started:.0f} s, the host's memory grew by {grown / 2**20:.1f} MiB")
     if grown > _GROWTH_BYTES:
         yield f"the host's memory grew by {grown} bytes"
-    if engine.num_free_pages != engine.capacity.pages:
-        yield f"{engine.capacity.pages - engine.num_free_pages} pages are lost"
+    if engine.load().free_pages != engine.capacity.pages:
+        yield f"{engine.capacity.pages - engine.load().free_pages} pages are lost"
     if engine.num_short:
         yield f"{engine.num_short} steps ran out of memory"
 

@@ -86,7 +86,7 @@ def measure(path: Path, fleet: Fleet, *, small: bool) -> dict[str, Any]:
     with Engine(plan) as engine:
         rows += _engine(engine, sizes)
         (peaks,) = engine.peaks()
-        lost_pages = engine.capacity.pages - engine.num_free_pages
+        lost_pages = engine.capacity.pages - engine.load().free_pages
     forecast = plan.forecast.devices[0]
     return {
         "rows": rows,

@@ -20,7 +20,7 @@ WORDS = [
     (["tune", "a", "b", "--lr-schedule", ""], ["cosine", "linear", "constant"]),
     (["completion", ""], [*SHELLS]),
 ]
-FILES = [["plan", "./m"], ["plan", "--save", "m"], ["compare", "m"], ["plot", "m"]]
+FILES = [["plan", "./m"], ["plan", "--save", "m"], ["compare", "m"]]
 
 
 @pytest.mark.parametrize("shell", SHELLS)

@@ -33,22 +33,10 @@ def test_without_the_profile_a_saved_plan_is_not_explained(
     environment["DUOKA_CACHE"] = str(tmp_path / "empty")
     try:
         done = program("plan", "--plan", saved, "--explain")
-        page = program("plan", "--plan", saved, "--html", tmp_path / "page.html")
     finally:
         environment["DUOKA_CACHE"] = cache
     assert done.returncode == 2
     assert "no profile of ChatGLMForCausalLM in the cache" in done.stderr
-    assert page.returncode == 0  # the page says what the plan says
-    assert "the page has no reasons: " in page.stderr
-
-
-def test_a_page_is_written(tiny: Path, program: Program, tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    done = program("plan", tiny, *GPUS, *SIZES, "--use-all", "--html", page)
-    assert done.stderr.endswith(f"saved to {page}\n")
-    text = page.read_text(encoding="utf-8")
-    assert text.startswith("<!doctype html>")
-    assert "Alternatives" in text
 
 
 def test_a_plan_is_exported(tiny: Path, program: Program) -> None:

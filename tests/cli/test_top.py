@@ -35,7 +35,7 @@ def test_a_machine_as_json(program: Program, monkeypatch: pytest.MonkeyPatch) ->
     data = json.loads(done.stdout)
     assert [gpu["name"] for gpu in data["gpus"]] == list("01234567")
     assert data["gpus"][2]["processes"][0]["measured"]["weight_bytes"] == 2**28
-    assert data["gpus"][3]["activity"]["temperature_celsius"] == 67
+    assert data["gpus"][3]["activity"]["utilization"] == 0.83
     assert data["host_total_bytes"] >= data["host_available_bytes"] > 2**20
     assert recording.open_sessions == 0
 

@@ -116,7 +116,7 @@ def test_an_answer_that_was_stopped_stays_as_far_as_it_came(
         first = next(pieces)
     assert conversation.messages[-1].content.startswith(first.strip())
     assert conversation.messages[-1].role == "assistant"
-    assert engine.num_free_pages == engine.capacity.pages
+    assert engine.load().free_pages == engine.capacity.pages
 
 
 def test_an_answer_that_failed_is_no_answer(

@@ -168,7 +168,7 @@ def test_who_cancels_frees_pages_for_those_who_wait(engine: Engine) -> None:
         stream.cancel()
     assert [stream.result().finish for stream in streams[:4]].count("cancelled") > 0
     assert all(stream.result().finish != "cancelled" for stream in streams[4:])
-    assert engine.num_free_pages == engine.capacity.pages
+    assert engine.load().free_pages == engine.capacity.pages
 
 
 @pytest.mark.slow
@@ -237,7 +237,7 @@ def test_preempted_answers_are_those_of_an_engine_with_room(
             streams = [engine.submit(*asked) for asked in zip(texts, params, strict=True)]
             found.append([stream.result() for stream in streams])
             assert (engine.load().num_preempted > 0) == (plan is tight)
-            assert engine.num_free_pages == engine.capacity.pages
+            assert engine.load().free_pages == engine.capacity.pages
     for one, other in zip(*found, strict=True):
         assert (one.text, ids(one), one.finish) == (other.text, ids(other), other.finish)
         assert other.shared_tokens < other.prompt_tokens
@@ -340,7 +340,7 @@ def test_a_grammar_that_takes_too_much_ends_its_answer_alone(engine: Engine) -> 
     with pytest.raises(UsageError, match="can't continue under its lark"):
         bad.result()
     assert all(stream.result().tokens for stream in streams)
-    assert engine.num_free_pages == engine.capacity.pages
+    assert engine.load().free_pages == engine.capacity.pages
     with pytest.raises(UsageError, match="no text token satisfies it"):
         engine.submit("What?", SamplingParams(grammar=Grammar.lark('start: <|user|> "a"')))
 
@@ -380,7 +380,7 @@ def test_one_that_fails_ends_alone(engine: Engine, monkeypatch: pytest.MonkeyPat
     with pytest.raises(RuntimeError, match="a kernel failed"):
         bad.result()
     assert all(stream.result().tokens for stream in streams)
-    assert engine.num_free_pages == engine.capacity.pages
+    assert engine.load().free_pages == engine.capacity.pages
 
 
 def test_one_whose_text_fails_ends_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,7 +397,7 @@ def test_one_whose_text_fails_ends_alone(engine: Engine, monkeypatch: pytest.Mon
     failed = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     assert [str(error) for error in failed] == ["no such character"]
     assert len(outcomes) == 5
-    assert engine.num_free_pages == engine.capacity.pages
+    assert engine.load().free_pages == engine.capacity.pages
 
 
 def test_memory_that_is_short_for_a_step_is_enough_for_smaller_ones(

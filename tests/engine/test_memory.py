@@ -85,7 +85,7 @@ def test_what_was_forecast_is_what_it_takes(plan: duoka.Plan, engine: Engine) ->
             stream.result()
     answers = [outcome for _, outcome in engine.as_completed(random_requests(5), SHORT)]
     assert not [answer for answer in answers if isinstance(answer, Exception)]
-    assert engine.num_free_pages == engine.capacity.pages == WORK.pages
+    assert engine.load().free_pages == engine.capacity.pages == WORK.pages
     for stage, gpu in zip(plan.forecast.devices, virtual.active_world().gpus, strict=True):
         peaks: Any = devices.peak_bytes(stage.device)
         assert not gpu.allocator.is_pressed

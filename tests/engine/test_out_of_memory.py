@@ -57,7 +57,7 @@ def test_it_is_explained_and_the_next_answer_comes(tmp_path: Path) -> None:
             engine.submit(LONG, params).result()
         assert engine.submit(SHORT, params).result() == before
         assert engine.submit(LONG, params).result().tokens
-        assert engine.num_free_pages == engine.capacity.pages
+        assert engine.load().free_pages == engine.capacity.pages
     error = failed.value
     asked, place, filled, others = str(error).splitlines()
     assert "out of memory, for 1290 tokens: vgpu out of memory. Tried to allocate" in asked

@@ -92,7 +92,7 @@ def alike(one: Any, other: Any, *, within: float = 1e-4) -> None:
 def test_processes_answer_as_one_does(plan: Any, staged: Engine) -> None:
     with Engine(plan, processes=False) as inline:
         alike(inline, staged)
-    assert staged.num_free_pages == staged.capacity.pages
+    assert staged.load().free_pages == staged.capacity.pages
     busy = staged._executor.busy_seconds()  # type: ignore[attr-defined]
     assert set(busy) == set(plan.devices)
     assert all(seconds > 0 for seconds in busy.values())
@@ -195,7 +195,7 @@ def test_who_cancels_frees_pages(staged: Engine) -> None:
         stream.cancel()
     assert all(stream.result().finish != "cancelled" for stream in streams[4:])
     assert [stream.result().finish for stream in streams[:4]].count("cancelled") > 0
-    assert staged.num_free_pages == staged.capacity.pages
+    assert staged.load().free_pages == staged.capacity.pages
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -363,7 +363,7 @@ def test_one_that_fails_ends_alone(faulty: Engine, staged: Engine, rank: int) ->
     with pytest.raises(RuntimeError, match="a kernel failed"):
         bad.result()
     assert [ids(stream.result()) for stream in streams] == expected
-    assert faulty.num_free_pages == faulty.capacity.pages
+    assert faulty.load().free_pages == faulty.capacity.pages
 
 
 @pytest.mark.slow

@@ -27,7 +27,6 @@ from duoka.planner.plan import Plan
 from duoka.planner.request import PlanProblem
 from duoka.planner.solve import find_plan
 from duoka.report.export import TOOLS, export
-from duoka.report.html import render_page
 from duoka.report.terminal import render_comparison, render_plan
 
 _PLAN = replace(
@@ -90,7 +89,6 @@ def shown(plan: Plan, columns: int) -> None:
 
 def handed_out(plan: Plan) -> None:
     """It is drawn, put beside another, and told to other tools, or refused."""
-    render_page(plan).encode()
     console = Console(file=io.StringIO(), width=40)
     with suppress(UsageError):  # training beside generating
         console.print(render_comparison(compare(_PLAN, plan), ("a", "b")))

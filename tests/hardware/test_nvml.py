@@ -179,9 +179,8 @@ def test_what_gpus_are_doing(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = nvml.read().gpus[3]
     assert (third.name, third.uuid, third.processes) == (gpu.name, gpu.uuid, gpu.processes)
     assert (third.total_bytes, third.free_bytes) == (gpu.total_bytes, gpu.free_bytes)
-    assert (third.utilization, third.temperature_celsius) == (0.83, 67)
-    assert (third.power_watts, third.power_limit_watts) == (312.4, 350)
-    assert activities[1].utilization is activities[1].power_watts is None  # an older driver
+    assert third.utilization == 0.83
+    assert activities[1].utilization is None  # an older driver
 
 
 def test_instances_are_told_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The command of a plan asks for what was asked, word for word."""
+"""The options of a request ask for what was asked, word for word."""
 
 from __future__ import annotations
 
@@ -9,21 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tiny
 import typer
 
 from duoka import Checkpoint, Workload
 from duoka.cli import planning
 from duoka.cli.main import run
-from duoka.planner.command_line import change, command
-from duoka.planner.request import PlanProblem, PlanRequest
-from duoka.planner.solve import find_plan
+from duoka.planner.command_line import change, options
+from duoka.planner.request import PlanRequest
 from duoka.tools.demo.checkpoint import CONFIG
 
-PLAN = find_plan(
-    tiny.made_up([tiny.MIB] * 3),
-    PlanProblem(fleet=tiny.fleet(100), workload=Workload(dtype="bfloat16")),
-)
 LINES = (
     "",
     "--context 8K --new-tokens 100 --batch 3 --prefill-chunk none --trust-remote-code",
@@ -73,27 +67,11 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
 def test_the_same_is_asked_again(ask: Ask, line: str) -> None:
     start = "duoka plan 'my model.json' --gpus 2x24GiB"
     request = ask(f"{start} {line}")
-    told = command(replace(PLAN, source="my model.json", request=request))
-    assert told is not None
-    assert ask(told) == request
+    words = [word for option in options(request).values() for word in option]
+    assert ask(shlex.join(["duoka", "plan", "my model.json", *words])) == request
     # Beside another problem only what differs is said.
     plain = replace(request, workload=Workload(prompt_tokens=9, new_tokens=9), largest=None)
-    options, without = change(plain, request)
-    assert {*options}.isdisjoint({"--gpus", "--objective", "--pin", "--offload", "--host-memory"})
+    added, without = change(plain, request)
+    assert {*added}.isdisjoint({"--gpus", "--objective", "--pin", "--offload", "--host-memory"})
     assert set(without) <= {"--context"}
     assert change(request, request) == ((), ())
-
-
-def test_no_command_is_told_that_asks_for_something_else() -> None:
-    known = replace(PLAN, source="model", request=replace(PLAN.request, gpus="24GiB"))
-    assert command(known) == "duoka plan model --gpus 24GiB --context 2304 --new-tokens 256 " + (
-        "--dtype bfloat16"
-    )
-    scored = replace(known.request.workload, logits="all")
-    for other in (
-        replace(known, source=""),
-        replace(known, request=replace(known.request, gpus="")),
-        replace(known, objective="given"),
-        replace(known, request=replace(known.request, workload=scored)),
-    ):
-        assert command(other) is None

@@ -5,12 +5,8 @@ Determined from the published files, without importing torch, which takes second
 
 from __future__ import annotations
 
-import ast
 import re
-import sys
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
-from importlib.util import find_spec
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,24 +62,7 @@ def own_class(checkpoint: Checkpoint) -> str | None:
             "isn't allowed to run",
             hint="allow it with --trust-remote-code (trust_remote_code=True)",
         )
-    [content] = (code.content for code in checkpoint.code if code.name == file)
-    files = [code.name for code in checkpoint.code]
-    for package in _imported_packages(content):
-        if package not in sys.modules and find_spec(package) is None:
-            raise CheckpointError(
-                f"{file} of {checkpoint.source} can't run", hint=missing_module(package, files)
-            )
     return name
-
-
-def _imported_packages(content: bytes) -> Iterator[str]:
-    """Yield the packages imported at a module's top level; nothing for invalid Python."""
-    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-        for node in ast.parse(content).body:
-            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                yield node.module.partition(".")[0]
-            elif isinstance(node, ast.Import):
-                yield from (alias.name.partition(".")[0] for alias in node.names)
 
 
 def missing_module(name: str, files: Collection[str] = ()) -> str:

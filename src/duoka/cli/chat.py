@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import select
 import sys
-from collections.abc import Callable
 from contextlib import closing, suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,9 +25,8 @@ _HELP = """\
 /clear       clear the conversation
 /exit        quit (or Ctrl-D)
 /help        show this
-Lines that are pasted together are one question, as is text between \"\"\" and \"\"\".
+Lines that are pasted together are one question.
 Ctrl-C stops a generation."""
-_BLOCK = '"""'
 # The next line of a paste arrives within this time.
 _PASTE_WAIT_SECONDS = 0.05
 _IMAGE = "/image"
@@ -152,32 +149,13 @@ def _read_prompted() -> str | None:
     with suppress(EOFError):
         while select.select([sys.stdin], [], [], _PASTE_WAIT_SECONDS)[0]:
             lines.append(input())
-    return _with_block("\n".join(lines), partial(input, "… "))
+    return "\n".join(lines).strip()
 
 
 def _read() -> str | None:
-    """Read a line or a block from a file or pipe; None at its end."""
+    """Read a line from a file or pipe; None at its end."""
     line = read_stdin(line=True)
-    return _with_block(line, _next_line) if line else None
-
-
-def _next_line() -> str:
-    """Read a line of the standard input; raise EOFError at its end, as input() does."""
-    if line := read_stdin(line=True):
-        return line
-    raise EOFError
-
-
-def _with_block(text: str, read: Callable[[], str]) -> str:
-    """Return the text; if it opens a block, read the following lines up to its end."""
-    text = text.strip()
-    if not text.startswith(_BLOCK):
-        return text
-    lines = [text.removeprefix(_BLOCK)]
-    with suppress(EOFError):
-        while not lines[-1].rstrip().endswith(_BLOCK):
-            lines.append(read())
-    return "\n".join(line.rstrip("\n") for line in lines).rstrip().removesuffix(_BLOCK).strip()
+    return line.strip() if line else None
 
 
 def _answer(conversation: Conversation, question: str) -> None:

@@ -14,12 +14,10 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 import duoka
-from duoka.api.plan import find_or_trace
 from duoka.base.progress import say_import
 from duoka.base.units import format_bytes
 from duoka.errors import UsageError
 from duoka.forecast.workload import Training
-from duoka.planner.device_map import published_names
 from duoka.planner.limits import fleet_for
 from duoka.planner.resolve import native_training, workload_for
 from duoka.report.terminal.words import format_place
@@ -27,7 +25,7 @@ from duoka.report.terminal.words import format_place
 from . import planning
 from .errors import NOT_OK
 from .groups import OptionGroup, flag, option, with_groups
-from .options import IMAGE_SIZE, PLANNING, ModelOptions, NamesOption, PlanOptions, parse_pixels
+from .options import IMAGE_SIZE, PLANNING, ModelOptions, PlanOptions, parse_pixels
 from .terminal import check_file, note, print_json, stdout, working, write_file
 from .training_options import TrainingOptions
 
@@ -57,7 +55,7 @@ class CheckedRun(TrainingOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReportOutput(NamesOption):
+class ReportOutput(OptionGroup):
     """Options for output besides the printed report."""
 
     json: bool = flag("Print the report as JSON.")
@@ -65,36 +63,6 @@ class ReportOutput(NamesOption):
         "FILE",
         "Write the report as SARIF 2.1.0, which code hosting services show in pull requests.",
     )
-    save_device_map: Path | None = option(
-        "FILE", "Write the checked device map, completed where it was incomplete."
-    )
-
-    def check(self) -> None:
-        """Refuse unwritable files before the check runs."""
-        if self.convention != "model" and self.save_device_map is None:
-            raise UsageError("--names needs --save-device-map", hint="add --save-device-map FILE")
-        check_file(self.sarif, "the SARIF log")
-        check_file(self.save_device_map, "the device map")
-
-    def write(
-        self, report: CheckReport, checkpoint: duoka.Checkpoint, work: duoka.Workload
-    ) -> None:
-        """Write the checked device map and the SARIF log, if their options are given."""
-        if self.save_device_map is not None:
-            entries = () if report.subject is None else report.subject.entries
-            device_map = report.completeness.completed or dict(entries)
-            # If the checkpoint's own code ran, the map already has the checkpoint's names.
-            if self.convention == "checkpoint" and not checkpoint.builds_own_model:
-                names = published_names(find_or_trace(checkpoint, work).outline)
-                device_map = {names.get(name, name): at for name, at in device_map.items()}
-            if device_map:
-                planning.save_device_map(device_map, self.save_device_map)
-            else:
-                note("no device map was saved: the model's code stopped early")
-        if self.sarif is not None:
-            from duoka.report.sarif import dumps
-
-            write_file(self.sarif, dumps(report) + "\n")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,10 +172,10 @@ def check(
 
     [bold]duoka check[/] ./my-model --trust-remote-code --gpus virtual:2x24GiB --train --fix
 
-    [bold]duoka check[/] ./chatglm3-6b --device-map map.json --save-device-map completed.json
+    [bold]duoka check[/] ./chatglm3-6b --device-map map.json
     """
     fixes.check()
-    output.check()
+    check_file(output.sarif, "the SARIF log")
     how_to_train = run.read()
     images = [parse_pixels(options.image_size or IMAGE_SIZE)] * (options.images or 0)
     if images:  # `duoka.check` gets `images`, and plans for them
@@ -220,7 +188,10 @@ def check(
         say_import("torch")
         train = how_to_train or False
         report: CheckReport = duoka.check(**arguments, train=train, images=images)
-    output.write(report, arguments["model"], arguments["workload"])
+    if output.sarif is not None:
+        from duoka.report.sarif import dumps
+
+        write_file(output.sarif, dumps(report) + "\n")
     if not output.json:
         from duoka.report.terminal import render_report
 

@@ -29,7 +29,6 @@ from .generate import generate
 from .gpus import gpus
 from .groups import Debug
 from .plan import plan
-from .plot import plot
 from .selftest import selftest
 from .serve import serve
 from .top import top
@@ -62,7 +61,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_OF_A_MODEL = plan, compare, check, generate, chat, serve, tune, plot
+_OF_A_MODEL = plan, compare, check, generate, chat, serve, tune
 _OF_A_MACHINE = gpus, doctor, selftest, top, bench, demo, completion
 for command in _OF_A_MODEL + _OF_A_MACHINE:
     app.command()(command)

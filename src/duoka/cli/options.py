@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from duoka.base.files import reading
-from duoka.base.text import choose
 from duoka.checkpoint.sampling_params import Sampling
 from duoka.errors import UsageError
 from duoka.forecast.workload import CACHES, DTYPES, QUANTIZATIONS
 from duoka.planner.constraints import EXPERTS, HOST_EXPERTS, STRATEGIES
-from duoka.planner.plan_profile import CONVENTIONS, Convention
 from duoka.planner.search import OBJECTIVES
 
 from .groups import OptionGroup, all_but, argument, flag, option
@@ -236,23 +234,6 @@ class AnswerOptions(OptionGroup):
         }
         Sampling(**values)
         return values
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamesOption(OptionGroup):
-    """Option that selects the module names in device maps."""
-
-    names: str | None = option(
-        "WHOSE",
-        "Names in the device map: those of the model in duoka and transformers (model, the "
-        "default), or those of the checkpoint and its own code (checkpoint).",
-        values=CONVENTIONS,
-    )
-
-    @property
-    def convention(self) -> Convention:
-        """The naming convention, "model" by default; UsageError if unknown."""
-        return choose("names", self.names or "model", CONVENTIONS)
 
 
 def parse_tokens(text: str) -> int:

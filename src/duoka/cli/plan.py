@@ -12,23 +12,24 @@ import typer
 
 import duoka
 from duoka.base.serialization import to_dict
+from duoka.base.text import choose
 from duoka.errors import InfeasibleError, PlacementError, UsageError
 from duoka.forecast.workload import Training
 from duoka.hardware.detect import describe_numbers
-from duoka.planner.plan_profile import map_of
+from duoka.planner.plan_profile import CONVENTIONS, Convention, map_of
 from duoka.planner.replicas import Replicas
 from duoka.report.export import TOOLS, Pins, plan_for_tool, refuse_tool
 
 from . import planning, replicas
-from .groups import flag, option, refuse_beside, with_groups
-from .options import ModelOptions, NamesOption, PlanOptions
+from .groups import OptionGroup, flag, option, refuse_beside, with_groups
+from .options import ModelOptions, PlanOptions
 from .suggestions import as_json
-from .terminal import check_file, note, print_json, stdout, write_file
+from .terminal import check_file, print_json, stdout
 from .training_options import TrainingOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOutput(NamesOption):
+class PlanOutput(OptionGroup):
     """Options for output besides the printed plan."""
 
     save: Path | None = option("FILE", "Save the plan in a file.")
@@ -37,11 +38,16 @@ class PlanOutput(NamesOption):
         "Write the plan's device map for transformers to a file; for a refused --device-map, "
         "write the completed one.",
     )
+    names: str | None = option(
+        "WHOSE",
+        "Names in the device map: those of the model in duoka and transformers (model, the "
+        "default), or those of the checkpoint and its own code (checkpoint).",
+        values=CONVENTIONS,
+    )
     explain: bool = flag(
         "Explain the plan: the binding GPU, why each GPU has no fewer and no more modules, and "
         "the alternatives. With --json print only that."
     )
-    html: Path | None = option("FILE", "Write the plan as a self-contained HTML page.")
     export: str | None = option(
         "TOOL",
         "Print the plan in the form of another tool: accelerate, vllm, sglang, llama.cpp, "
@@ -55,6 +61,11 @@ class PlanOutput(NamesOption):
     )
     json: bool = flag("Print the plan as JSON.")
 
+    @property
+    def convention(self) -> Convention:
+        """The naming convention, "model" by default; UsageError if unknown."""
+        return choose("names", self.names or "model", CONVENTIONS)
+
     def check(self, options: PlanOptions) -> None:
         """Refuse unwritable files and contradicting options before planning."""
         if self.convention != "model" and self.save_device_map is None and self.export is None:
@@ -66,7 +77,6 @@ class PlanOutput(NamesOption):
             refuse_tool(self.export, self.convention, self.gguf)
         check_file(self.save, "the plan")
         check_file(self.save_device_map, "the device map")
-        check_file(self.html, "the page")
         if self.export is not None:
             hint = "save the plan with --save FILE, then request each separately with --plan FILE"
             beside = "--export, which prints another format"
@@ -74,7 +84,7 @@ class PlanOutput(NamesOption):
         if options.replicas is not None:
             beside = "--replicas: they apply to a single plan"
             hint = "save the plans with --save FILE, then request it for each with --plan FILE"
-            outputs = self.given_options("save_device_map", "html", "explain", "export")
+            outputs = self.given_options("save_device_map", "explain", "export")
             refuse_beside(outputs + planning.given_map(options), beside, hint)
             options.refuse("replan", "max_context", "max_batch", beside=beside, hint=hint)
 
@@ -103,8 +113,6 @@ class PlanOutput(NamesOption):
             planning.save_device_map(map_of(plan, self.convention), self.save_device_map)
         if self.save is not None:
             planning.save_plan(plan, self.save)
-        if self.html is not None:
-            _save_page(plan, self.html)
         if self.export is not None:
             exported = duoka.export(plan, self.export, names=self.convention, gguf=self.gguf)
             typer.echo(str(exported))
@@ -168,15 +176,3 @@ def _plan_with_pins(
     all_pins = [*(options.pin or ()), *(f"{name}={at}" for name, at in pins)]
     with redirect_stderr(StringIO()):
         return planning.find_plan(model, replace(options, pin=all_pins), training)[0]
-
-
-def _save_page(plan: duoka.Plan, file: Path) -> None:
-    """Save a plan as an HTML page, with the explanation if the profile is cached."""
-    from duoka.report.html import render_page
-
-    explanation = None
-    try:
-        explanation = duoka.explain(plan)
-    except UsageError as error:
-        note(f"the page has no reasons: {error}")
-    write_file(file, render_page(plan, explanation))

@@ -318,12 +318,6 @@ class Engine:
         streams = [self.submit(prompt, chosen) for prompt in prompts for chosen in params.split(n)]
         return [stream.result() for stream in streams]
 
-    @property
-    def num_free_pages(self) -> int:
-        """The number of free KV cache pages."""
-        with self._lock:
-            return self._scheduler.pool.num_free
-
     def load(self) -> Load:
         """Return the current load."""
         with self._lock:

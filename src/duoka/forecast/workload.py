@@ -29,8 +29,6 @@ Schedule = Literal["sequential", "gpipe", "1f1b"]
 Rows = Literal["padded", "unpadded", "packed"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 CACHES: tuple[Cache, ...] = get_args(Cache)
-BATCH_CACHES: tuple[Cache, ...] = ("dynamic", "int8")
-"""Caches of a fixed batch, whose sequences begin and end together."""
 PAGED_CACHES: tuple[Cache, ...] = ("paged", "paged-int8")
 """Caches of continuous batching, whose requests arrive and finish at any time."""
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)

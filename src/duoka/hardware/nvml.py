@@ -182,14 +182,11 @@ def read() -> Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity(Instance):
-    """Activity of a GPU, or of an instance in MIG mode; unknown values are None."""
+    """Utilization and processes of a GPU, or of an instance in MIG mode."""
 
     index: int
     processes: tuple[Process, ...] = ()
     utilization: float | None = None
-    temperature_celsius: int | None = None
-    power_watts: float | None = None
-    power_limit_watts: float | None = None
 
 
 def driver_version() -> str:
@@ -221,11 +218,6 @@ class NvmlSession:
             "index": index,
             "processes": _read_processes(handle),
             "utilization": None if rates is None else rates.gpu / 100,
-            "temperature_celsius": _query(
-                pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU
-            ),
-            "power_watts": _watts(pynvml.nvmlDeviceGetPowerUsage, handle),
-            "power_limit_watts": _watts(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle),
         }
         for part in _instances(handle) if _is_mig(handle) else [_instance(handle)]:
             yield Activity(**asdict(part), **activity)
@@ -291,11 +283,6 @@ def _query(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any
         return None
     except UnicodeDecodeError:  # the name of a process
         return None
-
-
-def _watts(function: Callable[..., Any], handle: Any) -> float | None:
-    milliwatts = _query(function, handle)
-    return None if milliwatts is None else milliwatts / 1e3
 
 
 def _read_gpu(index: int, handle: Any) -> Iterator[NvmlGpu]:

@@ -18,5 +18,5 @@
 - `plan_profile`: the profile of a plan's model
 - `device_map`: validation of a user's device map
 - `reasons`, `explain`, `compare`: the reasons of a plan, its alternatives, and two plans compared
-- `command_line`: the command that requests a plan again
+- `command_line`: the command-line options of a request
 """

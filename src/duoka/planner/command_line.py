@@ -1,43 +1,22 @@
-"""The command line that requests a plan.
+"""The command line of a request.
 
-A plan keeps its request. This module converts the request to command-line arguments, so that a
-person can repeat the request or change it. `cli` parses the arguments.
+Converts a request to command-line arguments, so that suggestions can name the arguments to change.
+`cli` parses the arguments.
 """
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 
 from duoka.forecast.workload import Training, Workload
 from duoka.hardware.parse import format_host
 
-from .plan import Plan
 from .request import PlanRequest
 
 _USUAL = Workload()
 _USUAL_TRAINING = Training()
 Options = dict[str, tuple[str, ...]]
 """The arguments of each option, its name included, by the option's name."""
-
-
-def command(plan: Plan) -> str | None:
-    """Return the shell command that requests a plan again; None if no command can.
-
-    That is so for a device map, of which a plan keeps only the placement; for a model or a fleet
-    that was given as an object; and for a workload with other logits or a number of pages.
-    """
-    request = plan.request
-    if not plan.source or not request.gpus or plan.objective == "given":
-        return None
-    workload = request.workload
-    has_page_number = workload.pages is not None and not workload.pages_for_batch
-    if workload.logits != _USUAL.logits or has_page_number:
-        return None
-    words = ["duoka", "plan", plan.source]
-    for option in options(request).values():
-        words += option
-    return shlex.join(words)
 
 
 def options(request: PlanRequest) -> Options:

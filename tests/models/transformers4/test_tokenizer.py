@@ -11,7 +11,7 @@ import tiktoken
 
 import duoka
 from duoka import Checkpoint, Workload
-from duoka.errors import CheckpointError
+from duoka.errors import CheckpointError, ModelError
 from duoka.models.transformers4.tokenizer import LegacyTokenizer
 from duoka.runtime.prompt_reader import PromptReader
 
@@ -70,7 +70,7 @@ def test_it_runs_only_where_it_is_trusted(spoken: Path) -> None:
 def test_a_package_that_is_missing_is_named(spoken: Path, what: str) -> None:
     file = spoken / "tokenization_heron.py"
     file.write_text(what + file.read_text())
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(ModelError) as error:
         duoka.tokenizer(spoken, trust_remote_code=True)
     assert error.value.hint == (
         "the code needs not_a_package, which isn't installed; see the model's page"

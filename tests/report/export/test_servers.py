@@ -126,12 +126,11 @@ def test_a_cache_in_pages_is_given_as_blocks_and_steps_as_steps() -> None:
     assert options["--chunked-prefill-size"] == "512"
 
 
-def test_blocks_of_another_size_hold_the_same() -> None:
+def test_blocks_hold_the_batch_or_the_pages() -> None:
     workload = Workload(batch=3, prompt_tokens=90, new_tokens=10, prefill_chunk_tokens=None)
     assert planned_blocks(workload) == 3 * 7 + 1
-    assert planned_blocks(workload, 64) == 3 * 2 + 1
     served = replace(workload, cache="paged", pages=9)
-    assert (planned_blocks(served), planned_blocks(served, 64)) == (10, 4)
+    assert planned_blocks(served) == 10
 
 
 @pytest.mark.parametrize(

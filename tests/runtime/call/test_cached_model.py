@@ -61,7 +61,7 @@ def one_by_one(plan: duoka.Plan, chats: list[list[ChatMessage]]) -> list[tuple[s
 def at_once(engine: Engine, chats: list[list[ChatMessage]]) -> list[tuple[str, int]]:
     answers = engine.generate(chats, SamplingParams(max_new_tokens=NEW_TOKENS))
     assert not any(answer.shared_tokens for answer in answers)
-    assert engine.num_free_pages == engine.capacity.pages
+    assert engine.load().free_pages == engine.capacity.pages
     return [(answer.text, len(answer.tokens)) for answer in answers]
 
 

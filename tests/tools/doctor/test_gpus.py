@@ -12,7 +12,7 @@ from duoka.hardware import cuda_driver
 from duoka.tools.doctor.diagnose import diagnose
 
 MIB = 2**20
-GPUS = ("GPUs", "links", "computing")
+GPUS = ("GPUs", "computing")
 
 
 def write(root: Path, name: str, text: str) -> None:
@@ -20,14 +20,9 @@ def write(root: Path, name: str, text: str) -> None:
     (root / name).write_text(text)
 
 
-def test_eight_3090_with_one_narrow_link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    recording = machine(monkeypatch, "eight-3090")
-    for index, device in enumerate(recording.data["devices"]):
-        device["nvmlDeviceGetCurrPcieLinkWidth"] = 4 if index == 5 else 16
+def test_eight_3090_in_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine(monkeypatch, "eight-3090")
     found = findings(tmp_path, *GPUS)
-    (narrow,) = (finding for finding in found["PCIe"] if finding.severity == "warning")
-    assert narrow.text == "GPU 5: 4 of 16 PCIe lanes"
-    assert "4 times as long" in narrow.meaning
     drawn, busy = found["memory"]
     assert drawn.severity == "note"
     assert busy.severity == "warning"
@@ -185,16 +180,12 @@ def test_devices_that_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 def test_only_named_gpus_are_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A GPU that isn't meant may be busy, slow or lost."""
-    recording = machine(monkeypatch, "eight-3090")
-    for index, device in enumerate(recording.data["devices"]):
-        device["nvmlDeviceGetCurrPcieLinkWidth"] = 4 if index == 5 else 16
+    machine(monkeypatch, "eight-3090")
 
     def told(gpus: str | None) -> str:
         checks = diagnose(gpus, root=tmp_path).checks
         return " ".join(finding.text for check in checks for finding in check.findings)
 
-    for text in ("GPU 3: python3 (pid 4242)", "GPU 5: 4 of 16 PCIe lanes"):
-        assert text in told(None)
-        assert text not in told("1,2")
+    assert "GPU 3: python3 (pid 4242)" in told(None)
+    assert "GPU 3: python3 (pid 4242)" not in told("1,2")
     assert "GPU 3: python3 (pid 4242)" in told("2,3")
-    assert "GPU 5: 4 of 16 PCIe lanes" in told("5")

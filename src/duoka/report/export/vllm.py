@@ -104,8 +104,8 @@ def read_command(plan: Plan, profile: Profile | None) -> VllmCommand:
     )
 
 
-def planned_blocks(workload: Workload, block_tokens: int = BLOCK_TOKENS) -> int:
-    """Return the number of KV cache blocks of `block_tokens` tokens that the plan needs.
+def planned_blocks(workload: Workload) -> int:
+    """Return the number of KV cache blocks of `BLOCK_TOKENS` tokens that the plan needs.
 
     Examples
     --------
@@ -114,9 +114,9 @@ def planned_blocks(workload: Workload, block_tokens: int = BLOCK_TOKENS) -> int:
     """
     if workload.cache == "paged":
         assert workload.pages is not None, "a plan's workload is resolved"
-        blocks = -(-workload.pages * workload.page_tokens // block_tokens)
+        blocks = -(-workload.pages * workload.page_tokens // BLOCK_TOKENS)
     else:
-        blocks = workload.batch * -(-workload.context_tokens // block_tokens)
+        blocks = workload.batch * -(-workload.context_tokens // BLOCK_TOKENS)
     return blocks + 1  # vLLM reserves one block that it never assigns
 
 

@@ -25,8 +25,8 @@ _PLAIN_COLUMNS = 100
 _MAX_NAMES = 12
 _SPLIT_MODULES = "the map splits modules that must stay whole"
 _COMPLETED = (
-    "The check completed the map and continued. --save-device-map FILE saves the completed map "
-    "(in Python: report.completeness.completed)."
+    "The check completed the map and continued. `duoka plan --device-map … --save-device-map FILE` "
+    "saves the completed map (in Python: report.completeness.completed)."
 )
 _FIX = "--fix finds changes that fix these, and proves them (in Python: duoka.repair)"
 _ONE_DEVICE = (

@@ -1,9 +1,8 @@
-"""Sentences that explain a plan, for the terminal and the HTML page."""
+"""Sentences that explain a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -29,17 +28,6 @@ _VALUE_PHRASES = {
 }
 _MAX_NAMED = 3
 _NEGLIGIBLE_BYTES = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rival:
-    """Text of an alternative plan: name, layers per device, verdict."""
-
-    name: str
-    layers: str
-    verdict: str
-    fits: bool
-    is_plan: bool
 
 
 def describe_objective(explanation: Explanation) -> Iterator[str]:
@@ -189,19 +177,7 @@ def describe_transfers(explanation: Explanation) -> Iterator[str]:
         yield f"{crossing.source} → {crossing.target}: {what}"
 
 
-def describe_alternatives(explanation: Explanation) -> Iterator[Rival]:
-    """Describe the alternatives."""
-    for alternative in explanation.alternatives:
-        yield Rival(
-            name=alternative.name,
-            layers=format_layers(alternative.shares),
-            verdict=_verdict(alternative, explanation),
-            fits=alternative.fits,
-            is_plan=alternative.is_plan,
-        )
-
-
-def format_layers(shares: Sequence[Share]) -> str:
+def _format_layers(shares: Sequence[Share]) -> str:
     """Describe the number of layers on each device."""
     counts = count_layers([share.modules for share in shares])
     if counts is None:
@@ -265,10 +241,11 @@ def _parts(explanation: Explanation) -> Iterator[RenderableType]:
     yield from map(Text, describe_transfers(explanation))
     if explanation.alternatives:
         yield Text("alternatives", style="bold")
-    for rival in describe_alternatives(explanation):
-        yield _indent(rival.name, style="bold" if rival.is_plan else "")
-        yield _indent(rival.layers, by=4)
-        yield _indent(rival.verdict, by=4, style="" if rival.fits else "red")
+    for alternative in explanation.alternatives:
+        yield _indent(alternative.name, style="bold" if alternative.is_plan else "")
+        yield _indent(_format_layers(alternative.shares), by=4)
+        style = "" if alternative.fits else "red"
+        yield _indent(_verdict(alternative, explanation), by=4, style=style)
 
 
 def _indent(text: str, *, by: int = 2, style: str = "") -> RenderableType:

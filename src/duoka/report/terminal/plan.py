@@ -90,8 +90,10 @@ class _View:
 
 
 def _heading(plan: Plan) -> Text:
-    model, where = plan_title(plan)
-    return Text.assemble((model, "bold"), f" {where}\n{' · '.join(plan_facts(plan))}")
+    kind = "devices" if "cpu" in plan.fleet.names else "GPUs"
+    where = f"on {len(plan.devices)} of {len(plan.fleet.devices)} {kind}"
+    facts = " · ".join(_plan_facts(plan))
+    return Text.assemble((plan.model or "model", "bold"), f" {where}\n{facts}")
 
 
 def _table(plan: Plan) -> Table:
@@ -181,7 +183,7 @@ def _bars(plan: Plan, columns: int, *, ascii_only: bool) -> Group:
     """Render a bar per GPU, with lengths in proportion to its memory, and the legend."""
     devices = plan.forecast.devices
     label = max(len(device.device) for device in devices) + 1
-    parts_of = [{**device.kinds, **unplanned_bytes(plan, device)} for device in devices]
+    parts_of = [{**device.kinds, **_unplanned_bytes(plan, device)} for device in devices]
     longest = max(sum(parts.values()) for parts in parts_of)
     room = max(min(columns - label, _WIDEST_BAR), 8)
     rows: list[Text] = []
@@ -222,7 +224,7 @@ def _kinds(plan: Plan) -> list[str]:
     return [kind for kind in KINDS if kind not in hidden]
 
 
-def unplanned_bytes(plan: Plan, stage: StageBytes) -> dict[str, int]:
+def _unplanned_bytes(plan: Plan, stage: StageBytes) -> dict[str, int]:
     """Return the bytes that the plan doesn't reserve: free, for CUDA, and of other processes."""
     device = plan.fleet.device(stage.device)
     # Memory left free by --reserve is part of `reserve_bytes`, but is not for CUDA.
@@ -261,13 +263,7 @@ def _name_modules_on(plan: Plan, device: str) -> str:
     return name_modules(modules_of(plan.placement.entries, device))
 
 
-def plan_title(plan: Plan) -> tuple[str, str]:
-    """Return the model and the number of devices in use."""
-    kind = "devices" if "cpu" in plan.fleet.names else "GPUs"
-    return plan.model or "model", f"on {len(plan.devices)} of {len(plan.fleet.devices)} {kind}"
-
-
-def plan_facts(plan: Plan) -> Iterator[str]:
+def _plan_facts(plan: Plan) -> Iterator[str]:
     """Yield the facts of a plan's request as short phrases."""
     yield from workload_facts(plan.workload)
     if plan.workload.gpu_generation.expandable_segments:

@@ -17,7 +17,6 @@ _GPU_CHECKS = (
     ("GPUs", "CUDA", gpus.check_visible),
     ("GPUs", "memory", gpus.check_memory),
     ("GPUs", "health", gpus.check_state),
-    ("links", "PCIe", gpus.check_pcie),
 )
 _HOST_CHECKS = (
     ("host", "memory", host.check_host_memory),

@@ -1,4 +1,4 @@
-"""GPU checks: driver, visibility, memory, health and PCIe lanes, as reported by NVML and CUDA."""
+"""GPU checks: driver, visibility, memory and health, as reported by NVML and CUDA."""
 
 from __future__ import annotations
 
@@ -141,19 +141,3 @@ def _check_health(gpu: nvml.NvmlGpu) -> Iterator[Finding]:
         meaning = "it is slower than forecast, and a pipeline waits for its slowest stage"
         advice = "check fans, airflow, power supply and cables"
         yield Finding("warning", text, meaning, advice)
-
-
-def check_pcie(facts: Facts) -> Iterator[Finding]:
-    """Check that every GPU uses all of its PCIe lanes."""
-    connected = [gpu for gpu in facts.cards if gpu.pcie_lanes]
-    text = f"full PCIe width on {format_count(len(connected), 'GPU')}"
-    return or_ok(by_gpu(connected, _check_lanes), text) if connected else iter(())
-
-
-def _check_lanes(gpu: nvml.NvmlGpu) -> Iterator[Finding]:
-    """Report a GPU that uses fewer PCIe lanes than it has."""
-    lanes, all_lanes = gpu.pcie_lanes or 0, gpu.max_pcie_lanes or 0
-    if lanes < all_lanes:
-        meaning = f"copies of weights and activations take {all_lanes / lanes:.0f} times as long"
-        advice = "use a full-width slot; check risers and PCIe bifurcation in the BIOS"
-        yield Finding("warning", f"{lanes} of {all_lanes} PCIe lanes", meaning, advice)

@@ -9,7 +9,6 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from duoka.base.units import format_bytes, unit_for
-from duoka.hardware.nvml import Activity
 from duoka.report.terminal.plan import KINDS, draw_bar, draw_legend
 
 from .snapshot import GpuNow, GpuSnapshot
@@ -81,26 +80,16 @@ class View:
 
 
 def _heading(gpu: GpuNow) -> Text:
-    """Render the name of a GPU with its used memory and activity."""
+    """Render the name of a GPU with its used memory and utilization."""
     name = f"GPU {gpu.name}" if gpu.name.isdecimal() else gpu.name
     text = Text(f"\n{name} {gpu.product}".rstrip(), style="bold")
     facts = [gpu.trouble] if gpu.trouble else []
     if gpu.total_bytes is not None and gpu.free_bytes is not None:
         used = format_bytes(gpu.total_bytes - gpu.free_bytes)
         facts.append(f"{used} of {format_bytes(gpu.total_bytes)}")
-    facts += _describe_activity(gpu.activity) if gpu.activity else ()
+    if gpu.activity and gpu.activity.utilization is not None:
+        facts.append(f"{gpu.activity.utilization:.0%}")
     return text.append("".join(f" · {fact}" for fact in facts), style="not bold")
-
-
-def _describe_activity(activity: Activity) -> Iterator[str]:
-    """Describe utilization, temperature and power, as far as known."""
-    if activity.utilization is not None:
-        yield f"{activity.utilization:.0%}"
-    if activity.temperature_celsius is not None:
-        yield f"{activity.temperature_celsius} °C"
-    if activity.power_watts is not None:
-        limit = activity.power_limit_watts
-        yield f"{activity.power_watts:.0f}{'' if limit is None else f' of {limit:.0f}'} W"
 
 
 def _describe_other_memory(gpu: GpuNow) -> Iterator[Text]:
