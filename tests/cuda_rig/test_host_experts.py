@@ -76,7 +76,9 @@ def test_generate_takes_what_is_forecast(
     model: Path, scheme: str, way: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = "--gpus 0 --context 128 --new-tokens 50 --dtype bfloat16 --experts host --json"
-    words += f" --host-experts {way}" + (f" --expert-cache {CACHE_BYTES}B" if way == "fetch" else "")
+    words += f" --host-experts {way}" + (
+        f" --expert-cache {CACHE_BYTES}B" if way == "fetch" else ""
+    )
     options = [*words.split(), "--quantize", scheme, "--host-memory", "1GiB,30GB/s"]
     assert run(["generate", str(model), *options, "-p", "ab", "-p", "abc" * 9]) == 0
     measured = json.loads(capfd.readouterr().out)["measured"]

@@ -39,9 +39,7 @@ def plan(path: Path, gpus: str = "RTX4090", host: str = "1GiB,30GB/s", **constra
 @pytest.mark.parametrize(
     ("host", "is_fetched"), [("1GiB,30GB/s", False), ("1GiB,20GB/s", True), ("1GiB", False)]
 )
-def test_what_reads_experts_faster_is_chosen(
-    checkpoint: Path, host: str, is_fetched: bool
-) -> None:
+def test_what_reads_experts_faster_is_chosen(checkpoint: Path, host: str, is_fetched: bool) -> None:
     """An RTX 4090 reads 25 GB/s of host memory."""
     made = plan(checkpoint, host=host, experts="host")
     assert (made.workload.expert_cache_bytes > 0) is is_fetched

@@ -138,9 +138,9 @@ def test_fetched_experts_generate_the_same(checkpoint: Path, scheme: Any) -> Non
 def test_the_engine_generates_the_same_with_fetched_experts(checkpoint: Path, scheme: Any) -> None:
     workload = replace(PAGED, quantize=scheme)
     tokens = serve(plan_on(checkpoint, LARGE, "gpu", workload))
-    plan = plan_fetching(checkpoint, LARGE, workload)
-    assert serve(plan) == tokens
-    assert serve(plan_fetching(checkpoint, "virtual:2x500MiB", workload, use_all=True), processes=True) == tokens
+    assert serve(plan_fetching(checkpoint, LARGE, workload)) == tokens
+    plan = plan_fetching(checkpoint, "virtual:2x500MiB", workload, use_all=True)
+    assert serve(plan, processes=True) == tokens
 
 
 def test_the_host_reads_its_weights_in_place(

@@ -156,7 +156,11 @@ class Replay(AllocEvents):
             for index in trace.retained
         )
         # Profiles that differ in the experts on the host have the same caches.
-        key = self.profile.fingerprint, replace(self.workload, host_experts=(), expert_cache_bytes=0), rules
+        key = (
+            self.profile.fingerprint,
+            replace(self.workload, host_experts=(), expert_cache_bytes=0),
+            rules,
+        )
         if key not in _LENGTHS:
             _LENGTHS[key] = self._lengths_of_classes(keys, rules)
         return _LENGTHS[key]

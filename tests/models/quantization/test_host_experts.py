@@ -71,7 +71,8 @@ def make_hosted(family: str, scheme: str, device: str, slots: int = 0) -> Any:
     move_tensors(layers, dict.fromkeys(names, torch.device(device)))
     for name, target in layers.named_parameters():
         if isinstance(target, ExpertStack):
-            Quantizer(torch.device(device)).put(name, target.data, whole_box(target.shape), sources[name].data)
+            quantizer = Quantizer(torch.device(device))
+            quantizer.put(name, target.data, whole_box(target.shape), sources[name].data)
         else:
             target.data.copy_(sources[name].data)
     return layers

@@ -76,7 +76,7 @@ def load_experts(module: nn.Module, slots: Tensor, index: Tensor) -> None:
 
     `index` are the experts, [tokens, top_k], for which the host waits.
     """
-    caches = {name: b for name, b in module._buffers.items() if name.startswith(_PREFIX)}
+    caches = {n: b for n, b in module.named_buffers(recurse=False) if n.startswith(_PREFIX)}
     first: Any = next(iter(caches.values()))
     # Experts with their slots, the one used longest ago first. New memory has a new cache.
     held: OrderedDict[int, int] = first.__dict__.setdefault("held", OrderedDict())
