@@ -40,7 +40,7 @@ def plan(path: Path, gpus: str = "RTX4090", host: str = "1GiB,30GB/s", **constra
     ("host", "is_fetched"), [("1GiB,30GB/s", False), ("1GiB,20GB/s", True), ("1GiB", False)]
 )
 def test_what_reads_experts_faster_is_chosen(checkpoint: Path, host: str, is_fetched: bool) -> None:
-    """An RTX 4090 reads 25 GB/s of host memory."""
+    """An RTX 4090 reads some 24 GB/s of host memory."""
     made = plan(checkpoint, host=host, experts="host")
     assert (made.workload.expert_cache_bytes > 0) is is_fetched
     assert len(made.host_experts) == LAYERS
@@ -57,15 +57,20 @@ def test_a_cache_of_a_size_is_divided_among_the_layers(checkpoint: Path) -> None
     assert b.weight_bytes - c.weight_bytes == LAYERS * LAYER_BYTES
 
 
+@pytest.mark.slow
 def test_caches_take_what_is_left(checkpoint: Path) -> None:
-    """With all experts on the host, GPUs keep as many as fit: here about a half, and all."""
+    """Segments of 20 MiB leave some of it unused."""
     least = plan(checkpoint, experts="host", host_experts="compute").forecast.devices[0]
-    budget = least.reserved_bytes + LAYERS * LAYER_BYTES // 2
-    made = plan(checkpoint, f"{budget}B", experts="host", host_experts="fetch")
-    assert 0.3 * LAYER_BYTES < made.workload.expert_cache_bytes < 0.5 * LAYER_BYTES
-    assert made.forecast.devices[0].reserved_bytes <= budget
+    shares = []
+    for layers in (2, 3, 8):
+        budget = least.reserved_bytes + layers * LAYER_BYTES
+        made = plan(checkpoint, f"{budget}B", experts="host", host_experts="fetch")
+        assert made.forecast.devices[0].reserved_bytes <= budget
+        shares.append(made.workload.expert_cache_bytes / LAYER_BYTES)
+    assert 0.1 < shares[0] < shares[1] < 0.75 < shares[2]
 
 
+@pytest.mark.slow
 def test_a_larger_cache_fetches_less(checkpoint: Path) -> None:
     """Experts are assumed to be chosen evenly."""
     seconds = []
@@ -74,7 +79,9 @@ def test_a_larger_cache_fetches_less(checkpoint: Path) -> None:
         made = plan(checkpoint, experts="host", host_experts="fetch", expert_cache=size)
         assert made.forecast.seconds is not None
         seconds.append(made.forecast.seconds.token_seconds)
-    fetched = LAYERS * TOP_K * LAYER_BYTES / EXPERTS / 25e9
+    rate = Fleet.parse("RTX4090").devices[0].host_bytes_per_second
+    assert rate is not None
+    fetched = LAYERS * TOP_K * LAYER_BYTES / EXPERTS / rate
     # Of 16 experts, 12, 8 and 0 are missing in the caches.
     first, second, third = (float(part or 0) for part in seconds)
     assert first - second == pytest.approx(fetched * 4 / EXPERTS, rel=0.01)
