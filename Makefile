@@ -25,7 +25,7 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $
 
 QUICK = -m "not slow and not nightly" --hypothesis-profile quick
 
-# Every promise, by two cases of each test, in minutes.
+# Every promise, by one case of each test, in minutes.
 test: $(STAMP)
 	$(PYTEST) $(QUICK)
 

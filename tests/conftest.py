@@ -47,7 +47,6 @@ settings.register_profile("quick", settings.get_profile("full"), max_examples=20
 settings.load_profile("full")
 
 _LATER = "slow", "nightly"
-_CASES = 2
 _DEFAULT_SHARED = _TESTS.parents[1] / "shared" / "data"
 
 
@@ -81,7 +80,7 @@ def _leave_to_the_night(items: list[pytest.Function]) -> None:
         elif item.get_closest_marker("slow"):
             others.append(item)
     tests = list(_cases(others))
-    due = set(turns.in_turn([cases[0] for cases in tests if len(cases) == 1], turns.HALVES))
+    due = set(turns.in_turn([cases[0] for cases in tests if len(cases) == 1], turns.THIRDS))
     for cases in tests:
         if len(cases) > 1:
             due.update(turns.in_turn(cases, min(turns.PARTS, len(cases))))
@@ -90,12 +89,10 @@ def _leave_to_the_night(items: list[pytest.Function]) -> None:
 
 
 def _leave_out_of_the_quick_run(items: list[pytest.Function]) -> None:
-    """Mark all but a few cases of each test: together they are slow, and a half goes by turn."""
+    """Mark all but the first case of each test: together they are slow, and a third is due."""
     for cases in _cases(item for item in items if not any(map(item.get_closest_marker, _LATER))):
-        few = set(cases[:: -(-len(cases) // _CASES)])
-        others = [item for item in cases if item not in few]
-        due = set(turns.in_turn(others, turns.HALVES))
-        for item in others:
+        due = set(turns.in_turn(cases[1:], turns.THIRDS))
+        for item in cases[1:]:
             item.add_marker("slow" if item in due else "nightly")
 
 
