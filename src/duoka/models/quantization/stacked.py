@@ -178,8 +178,14 @@ class Int8Rows(Composed):
         """Compute `F.linear` of [tokens, columns], without bias."""
         inputs, weight = args
         if inputs.device.type == "cpu" and inputs.dtype == torch.bfloat16:
-            return _ATEN._weight_int8pack_mm(inputs, weight.numbers, weight.scale)
+            return cls.multiply(inputs, weight.numbers, weight.scale)
         return inputs @ weight.unpacked(inputs.dtype).t()
+
+    @staticmethod
+    def multiply(inputs: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
+        """Multiply [tokens, columns] in bfloat16 by the tensors of a weight, on the CPU."""
+        product: Tensor = _ATEN._weight_int8pack_mm(inputs, numbers, scale)
+        return product
 
 
 class Int4Rows(Composed):
@@ -230,9 +236,14 @@ class Int4Rows(Composed):
         """Compute `F.linear` of [tokens, columns], without bias."""
         inputs, weight = args
         scales = weight.scale_and_zero
-        group = weight.shape[1] // len(scales)
-        kernel = _ATEN._weight_int4pack_mm_for_cpu
-        return kernel(inputs.to(scales.dtype), weight.packed, group, scales).to(inputs.dtype)
+        return cls.multiply(inputs.to(scales.dtype), weight.packed, scales).to(inputs.dtype)
+
+    @staticmethod
+    def multiply(inputs: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
+        """Multiply [tokens, columns] in the scales' dtype by the tensors of a weight."""
+        group = inputs.shape[1] // len(scales)
+        product: Tensor = _ATEN._weight_int4pack_mm_for_cpu(inputs, packed, group, scales)
+        return product
 
 
 _BLOCK_ROWS = {"AVX512": 64, "AVX2": 32}
@@ -291,6 +302,11 @@ class Unquantized(Composed):
         """Compute `F.linear` of [tokens, columns], without bias."""
         inputs, weight = args
         return F.linear(inputs, weight.weight.to(inputs.dtype))
+
+    @staticmethod
+    def multiply(inputs: Tensor, weight: Tensor) -> Tensor:
+        """Multiply [tokens, columns] by a weight of the same dtype."""
+        return F.linear(inputs, weight)
 
 
 _ON_CPU: dict[Any, Any] = {Int4Tiles: Int4Rows, Int8Tiles: Int8Rows}
