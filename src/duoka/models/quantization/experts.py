@@ -173,11 +173,13 @@ def _experts_linear(
             outputs[first:stop] = _multiply_slots(states, chosen, tensors, kind, rows)
         return outputs
     is_half = inputs.dtype == tensors[-1].dtype == torch.bfloat16
-    if len(experts) == 1 and not is_gpu and is_half and hasattr(kind, "multiply"):
+    if len(experts) == 1 and not is_gpu and is_half and hasattr(kind, "multiply_tensors"):
         # Of one token, Python's time for sorting and for weights would be that of the products.
         for pair, number in enumerate(experts[0].tolist()):
             states = inputs if shared else inputs[pair : pair + 1]
-            outputs[pair] = kind.multiply(states, *(tensor[number] for tensor in tensors))[0]
+            outputs[pair] = kind.multiply_tensors(states, *(tensor[number] for tensor in tensors))[
+                0
+            ]
         return outputs
     if is_gpu:
         reserve(inputs.device, _tile_bytes(inputs, tensors, kind, rows))

@@ -178,11 +178,11 @@ class Int8Rows(Composed):
         """Compute `F.linear` of [tokens, columns], without bias."""
         inputs, weight = args
         if inputs.device.type == "cpu" and inputs.dtype == torch.bfloat16:
-            return cls.multiply(inputs, weight.numbers, weight.scale)
+            return cls.multiply_tensors(inputs, weight.numbers, weight.scale)
         return inputs @ weight.unpacked(inputs.dtype).t()
 
     @staticmethod
-    def multiply(inputs: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
+    def multiply_tensors(inputs: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
         """Multiply [tokens, columns] in bfloat16 by the tensors of a weight, on the CPU."""
         product: Tensor = _ATEN._weight_int8pack_mm(inputs, numbers, scale)
         return product
@@ -236,10 +236,10 @@ class Int4Rows(Composed):
         """Compute `F.linear` of [tokens, columns], without bias."""
         inputs, weight = args
         scales = weight.scale_and_zero
-        return cls.multiply(inputs.to(scales.dtype), weight.packed, scales).to(inputs.dtype)
+        return cls.multiply_tensors(inputs.to(scales.dtype), weight.packed, scales).to(inputs.dtype)
 
     @staticmethod
-    def multiply(inputs: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
+    def multiply_tensors(inputs: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
         """Multiply [tokens, columns] in the scales' dtype by the tensors of a weight."""
         group = inputs.shape[1] // len(scales)
         product: Tensor = _ATEN._weight_int4pack_mm_for_cpu(inputs, packed, group, scales)
@@ -304,7 +304,7 @@ class Unquantized(Composed):
         return F.linear(inputs, weight.weight.to(inputs.dtype))
 
     @staticmethod
-    def multiply(inputs: Tensor, weight: Tensor) -> Tensor:
+    def multiply_tensors(inputs: Tensor, weight: Tensor) -> Tensor:
         """Multiply [tokens, columns] by a weight of the same dtype."""
         return F.linear(inputs, weight)
 
