@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tuning.write_of_config(tmp_path_factory.mktemp("experts"), **CONFIG)
 
 
-def plan(path: Path, gpus: str = "RTX4090", host: str = "1GiB,30GB/s", **constraints: Any) -> Plan:
+def plan(
+    path: Path,
+    gpus: str = "RTX4090",
+    host: str = "1GiB,30GB/s",
+    workload: Workload = WORK,
+    **constraints: Any,
+) -> Plan:
     fleet = Fleet.parse(gpus).with_host(host)
-    return duoka.plan(path, fleet, WORK, constraints=Constraints(**constraints), suggest=False)
+    return duoka.plan(path, fleet, workload, constraints=Constraints(**constraints), suggest=False)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +93,18 @@ def test_a_larger_cache_fetches_less(checkpoint: Path) -> None:
     first, second, third = (float(part or 0) for part in seconds)
     assert first - second == pytest.approx(fetched * 4 / EXPERTS, rel=0.01)
     assert second - third == pytest.approx(fetched * 8 / EXPERTS + LAYERS * 50e-6, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("slots", "tokens"), [(TOP_K, 1), (8, 2), (EXPERTS, 4)])
+def test_graphs_are_of_steps_whose_experts_the_cache_holds(
+    checkpoint: Path, slots: int, tokens: int
+) -> None:
+    """Without a cache, 16 experts of which a token has 4 allow graphs of 4 tokens."""
+    size = LAYERS * slots * LAYER_BYTES // EXPERTS
+    paged = replace(WORK, cache="paged", batch=4, pages=24)
+    made = plan(checkpoint, experts="host", host_experts="fetch", expert_cache=size, workload=paged)
+    assert made.workload.cuda_graphs == tokens
 
 
 def test_a_cache_needs_experts_that_are_fetched() -> None:

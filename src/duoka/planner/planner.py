@@ -219,10 +219,19 @@ def _place_with_host(
     return None
 
 
+def limit_graphs(profile: Profile, problem: PlanProblem) -> PlanProblem:
+    """Return the problem with CUDA graphs of as many tokens as the profile allows."""
+    workload, tokens = problem.workload, profile.graph_tokens
+    if tokens is None or not workload.cuda_graphs:
+        return problem
+    return replace(problem, workload=replace(workload, cuda_graphs=tokens))
+
+
 def _search_with_host(
     profile: Profile, hosted: Profile, problem: PlanProblem, host: Device, has_room: bool
 ) -> Plan | None:
     """Return the fastest plan for a size of the caches; None if there is none."""
+    problem = limit_graphs(hosted, problem)
     profile = hosted if problem.constraints.experts == "host" else profile
     for workload in with_chunks(problem.workload):
         part = replace(problem, workload=workload)

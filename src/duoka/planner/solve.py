@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from duoka.errors import UsageError
 from duoka.forecast.profile import Profile
 
@@ -11,7 +9,7 @@ from . import planner
 from .from_device_map import follow_map
 from .max_workload import find_largest, smallest_problem
 from .plan import Plan
-from .planner import NoPlan, place_best
+from .planner import NoPlan, limit_graphs, place_best
 from .request import PlanProblem
 
 
@@ -20,10 +18,7 @@ def solve(profile: Profile, problem: PlanProblem, *, leave_room: bool = True) ->
 
     Without `leave_room` the best placement need not leave the recommended free memory.
     """
-    graph_tokens = profile.graph_tokens
-    if graph_tokens is not None and problem.workload.cuda_graphs:
-        workload = replace(problem.workload, cuda_graphs=graph_tokens)
-        problem = replace(problem, workload=workload)
+    problem = limit_graphs(profile, problem)
     if problem.largest is None and problem.device_map is None:
         return place_best(profile, problem, leave_room=leave_room)
     if problem.largest is None:
