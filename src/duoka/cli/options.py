@@ -158,8 +158,8 @@ class PlanOptions(OptionGroup):
     )
     expert_cache: str | None = _plan(
         "SIZE",
-        'With --host-experts fetch: memory of each GPU for the experts that it keeps, or "auto" '
-        "(the default: as many as fit).",
+        "With --host-experts fetch: memory per GPU, on average, for the experts that it keeps, or "
+        '"auto" (the default: as many as fit, with --serve in half of the memory left).',
         values=("auto",),
     )
     host_memory: str | None = _plan(

@@ -19,6 +19,7 @@ from duoka.errors import ModelError
 from duoka.forecast.serving import Capacity, WarmUp
 from duoka.forecast.workload import PAGED_CACHES, Workload
 from duoka.models.quantization import computing_devices
+from duoka.models.quantization.expert_cache import COUNTS
 from duoka.planner.plan import Plan
 from duoka.report.measured import Fallback, PeakBytes
 from duoka.runtime import devices
@@ -274,6 +275,7 @@ def _open_model(
             paged = PagedModel(model, capacity, runs_ahead=_is_asynchronous(model))
             undo.callback(paged.close)
             paged.warm_up(warm_up)
+            COUNTS.clear()
             undo.pop_all()
             return paged
     return CachedModel(model, workload)

@@ -46,6 +46,7 @@ HOST_FLOPS_PER_SECOND = 500e9
 """Rate of a host's matrix products if unknown: a desktop CPU with AVX2."""
 HOST_WAIT_SECONDS = 50e-6
 """Seconds of a layer whose experts are on the host, for its copies and for waking threads."""
+_NEARLY_ALL = 0.99  # of a layer's bytes, which include biases
 LAUNCH_SECONDS = 5e-6
 """Seconds to launch a kernel if not measured: about the host's time for one PyTorch operator."""
 
@@ -154,11 +155,6 @@ def _seconds_on_host(num_bytes: Floats, flops: Floats, host: Device | None) -> F
     return np.asarray(np.where(flops >= 1, seconds, 0.0))
 
 
-def _after_wait(kernels: Floats, copies: Floats) -> Floats:
-    """Return the seconds of kernels after a wait for the routing and the copies of experts."""
-    return kernels + copies + np.where(copies > 0, HOST_WAIT_SECONDS, 0.0)
-
-
 class LatencyModel:
     """Seconds of a request at the places of a chain of blocks.
 
@@ -244,17 +240,31 @@ class LatencyModel:
         launch: Any = LAUNCH_SECONDS if device.launch_seconds is None else device.launch_seconds
         is_graph = [step.is_graph for step in self._steps]
         launch = np.where(is_graph, min(launch, GRAPH_LAUNCH_SECONDS), launch)
-        # Streamed weights are copied during the kernels before; experts of a cache when the routing
-        # is known, after a wait.
-        join = np.maximum if not self._workload.expert_cache_bytes else _after_wait
         return {
-            kind: join(
+            kind: self._join(
+                kind,
                 _overlap(device, flop / flops, size / bandwidth, count * launch),
                 copies.get(kind, 0.0) + fetched[kind],
             )
             + self._host_seconds[kind]
             for kind, (flop, size, count, _, _) in self._work.items()
         }
+
+    def _join(self, kind: int, kernels: Floats, copies: Floats) -> Floats:
+        """Return the seconds of kernels and copies of a kind of block.
+
+        Streamed weights are copied during kernels; experts for a cache after a wait for the
+        routing, and before the kernels.
+        """
+        expert_bytes, overlapping = (
+            self._profile.kinds[kind].expert_bytes,
+            np.maximum(kernels, copies),
+        )
+        if not self._workload.expert_cache_bytes or not expert_bytes:
+            return np.asarray(overlapping)
+        is_streamed = self._work[kind][3] > _NEARLY_ALL * expert_bytes
+        waiting = kernels + copies + HOST_WAIT_SECONDS
+        return np.where(is_streamed, overlapping, waiting)
 
     def _fetched_seconds(self, device: Device) -> dict[int, Floats] | None:
         """[steps]: seconds to fetch experts from the host, by kind of block.

@@ -23,6 +23,7 @@ from duoka.errors import ModelError, UsageError
 from .allocator import END_OF_ADDRESSES, rounded_bytes
 from .flash_splits import FlashShape
 from .optimizer_memory import TrainedTensor
+from .serving import padded
 from .tensor_names import NamedTensor, Outline, OutlineBlock
 from .workload import Conditions, loss_chunk_tokens
 
@@ -416,6 +417,8 @@ class Profile:
             # A step of more tokens may choose more experts than the cache holds.
             layer_bytes = max(kind.expert_bytes for kind in self.kinds)
             tokens = max(1, min(tokens, tokens * cache_bytes // layer_bytes))
+        while padded(tokens) > tokens:  # a step of 9 tokens computes 10
+            tokens -= 1
         return tokens
 
     @property

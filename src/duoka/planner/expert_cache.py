@@ -1,7 +1,8 @@
 """Whether GPUs fetch experts from host memory, and how many of each layer they keep.
 
 With experts chosen evenly, a byte of GPU memory saves as many fetched bytes in one layer as in any
-other. So every layer gets a cache of the same size, as large as all GPUs together have room for.
+other; texts that choose some experts more often gain from every cache. So all layers have caches of
+the same size, as large as all GPUs together have room for.
 """
 
 from __future__ import annotations
@@ -17,20 +18,27 @@ from .room import room_bytes
 
 _SHARES = 0.95, 0.8, 0.6, 0.3
 """Shares of the free memory for caches to try: stages are cut between layers, so some is left."""
+_BITS = 4
+"""Significant bits of a size: each size takes a trace."""
 _LEAST = 1
 """A cache has room for the experts of one token at least."""
 
 
-def fetches(problem: PlanProblem, host: Device) -> bool:
-    """Return True if GPUs fetch experts in host memory, instead of the CPU computing them.
+def ways(problem: PlanProblem, host: Device) -> tuple[bool, ...]:
+    """Return whether GPUs fetch experts in host memory, by preference; else the CPU computes them.
 
-    A token needs the same experts either way: what reads them faster is chosen.
+    A token needs the same experts either way: what reads them faster is preferred. Only caches
+    need memory, so the CPU may compute where they don't fit.
     """
+    if problem.workload.training is not None:
+        return (False,)
     if problem.constraints.host_experts != "auto":
-        return problem.constraints.host_experts == "fetch"
+        return (problem.constraints.host_experts == "fetch",)
     bandwidth = host.memory_bytes_per_second
     rates = [device.host_bytes_per_second for device in problem.fleet.devices]
-    return bandwidth is not None and all(rate is not None and rate > bandwidth for rate in rates)
+    if bandwidth is None or any(rate is None or rate <= bandwidth for rate in rates):
+        return (False,)
+    return True, False
 
 
 def first_cache(profile: Profile, problem: PlanProblem) -> int:
@@ -47,11 +55,19 @@ def cache_sizes(hosted: Sequence[Costs], problem: PlanProblem) -> Iterator[int]:
 
     `hosted` are the costs with all experts on the host and the first size, 0 without caches.
     """
-    workload = hosted[0].workload
-    if workload.expert_cache_bytes == _LEAST:
+    workload, sizes = hosted[0].workload, []
+    if workload.expert_cache_bytes and problem.constraints.expert_cache is None:
         least_bytes = min(int(costs.lower_bound_bytes[0, -1]) for costs in hosted)
         budgets = [device.budget_bytes for device in problem.fleet.devices]
         room = sum(budgets) - sum(map(room_bytes, budgets)) - least_bytes
+        if workload.is_paged and workload.pages is None:
+            room //= 2  # the other half is for pages
         layers = len(hosted[0].profile.host_experts)
-        yield from (max(int(share * room) // layers, _LEAST) for share in _SHARES)
-    yield workload.expert_cache_bytes
+        sizes = [_rounded(int(share * room) // layers) for share in _SHARES]
+    yield from dict.fromkeys([*sizes, workload.expert_cache_bytes])
+
+
+def _rounded(size: int) -> int:
+    """Round down to a few significant bits."""
+    unit = 1 << max(0, size.bit_length() - _BITS)
+    return max(size // unit * unit, _LEAST)

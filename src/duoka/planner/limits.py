@@ -14,7 +14,7 @@ from duoka.base.text import choose
 from duoka.errors import FleetError, UsageError
 from duoka.forecast.allocator import refuse_options
 from duoka.forecast.profile import Profile
-from duoka.forecast.workload import Workload
+from duoka.forecast.workload import Workload, check_context
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 from duoka.hardware.host import available_bytes, host_of_this_machine
@@ -167,3 +167,28 @@ def given_back(plan: Plan) -> Fleet:
     """Return the fleet of a plan with the reserved bytes added to its budgets again."""
     reserved = reserves(plan.request.constraints, plan.fleet)
     return plan.fleet.reserving({name: -size for name, size in reserved.items()})
+
+
+def limit_graphs(profile: Profile, problem: PlanProblem) -> PlanProblem:
+    """Return the problem with CUDA graphs of as many tokens as the profile allows."""
+    workload, tokens = problem.workload, profile.graph_tokens
+    if tokens is None or not workload.cuda_graphs:
+        return problem
+    return replace(problem, workload=replace(workload, cuda_graphs=tokens))
+
+
+def refuse_unplannable(profile: Profile, problem: PlanProblem) -> None:
+    """Refuse a context beyond the model's limit, and offloading with training or quantization."""
+    check_context(problem.workload, profile.max_context_tokens, profile.model)
+    if not problem.constraints.offload:
+        return
+    if problem.workload.training is not None:
+        raise UsageError(
+            "offloaded weights can't be trained",
+            hint="omit --offload; use gradient checkpointing or LoRA to save memory",
+        )
+    if problem.workload.quantize != "none":
+        raise UsageError(
+            f"quantized weights ({problem.workload.quantize}) can't be offloaded",
+            hint="omit one of them",
+        )

@@ -21,9 +21,9 @@ from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 
 from . import search
-from .expert_cache import cache_sizes, fetches, first_cache
+from .expert_cache import cache_sizes, first_cache, ways
 from .host_experts import HostSearch, no_host_experts
-from .limits import host_of, limits_for, reserves
+from .limits import host_of, limit_graphs, limits_for, refuse_unplannable, reserves
 from .offload import candidates, lightest
 from .page_count import fill
 from .placement import Placement
@@ -74,13 +74,13 @@ def place_best(profile: Profile, problem: PlanProblem, *, leave_room: bool = Tru
     fleet has no GPU.
     """
     assert problem.device_map is None, "from_device_map follows maps"
-    _refuse_unplannable(profile, problem)
+    refuse_unplannable(profile, problem)
     gpu_problem = _restrict_to_gpus(profile, problem)
     plan: Plan | NoPlacement | None = None
     if problem.constraints.experts != "host":
         plan = _place_by_preference(profile, gpu_problem, leave_room=leave_room)
     if not isinstance(plan, Plan):
-        plan = _place_with_host(profile, gpu_problem, plan) or plan
+        plan = _place_with_host(profile, gpu_problem) or plan
     if plan is None:
         raise no_host_experts(profile, gpu_problem)
     if isinstance(plan, NoPlacement):
@@ -112,23 +112,6 @@ def is_conceivable(profile: Profile, problem: PlanProblem) -> bool:
     # The candidate with the most bytes on the host is the likeliest to fit, so it is tried first.
     runs = reversed([blocks for _, blocks in candidates(profile)])
     return any(_fits_bounds(profile.offloading(blocks), gpu_problem) for blocks in runs)
-
-
-def _refuse_unplannable(profile: Profile, problem: PlanProblem) -> None:
-    """Refuse a context beyond the model's limit, and offloading with training or quantization."""
-    check_context(problem.workload, profile.max_context_tokens, profile.model)
-    if not problem.constraints.offload:
-        return
-    if problem.workload.training is not None:
-        raise UsageError(
-            "offloaded weights can't be trained",
-            hint="omit --offload; use gradient checkpointing or LoRA to save memory",
-        )
-    if problem.workload.quantize != "none":
-        raise UsageError(
-            f"quantized weights ({problem.workload.quantize}) can't be offloaded",
-            hint="omit one of them",
-        )
 
 
 def _fits_bounds(profile: Profile, problem: PlanProblem) -> bool:
@@ -185,28 +168,32 @@ def _place_offloaded(
     return None
 
 
-def _place_with_host(
-    profile: Profile, problem: PlanProblem, shortage: NoPlacement | None
-) -> Plan | None:
-    """Return the fastest plan with experts in host memory; None if there is none.
-
-    Without a `shortage` of the GPUs' memory, all experts are in host memory.
-    """
-    host, find = host_of(problem), problem.find_profile
+def _place_with_host(profile: Profile, problem: PlanProblem) -> Plan | None:
+    """Return the fastest plan with experts in host memory; None if there is none."""
+    host = host_of(problem)
     has_experts = any(block.experts for block in profile.blocks)
     training = problem.workload.training
     if problem.constraints.experts == "gpu" or (training and training.method == "full"):
         return None
-    if host is None or find is None or not has_experts:
+    if host is None or problem.find_profile is None or not has_experts:
         return None
-    on_host = replace(problem.workload, host_experts=ALL_EXPERTS)
-    if training is None and fetches(problem, host):
+    tried = (_place_in_way(profile, problem, host, is_cached=way) for way in ways(problem, host))
+    return next((plan for plan in tried if plan is not None), None)
+
+
+def _place_in_way(
+    profile: Profile, problem: PlanProblem, host: Device, *, is_cached: bool
+) -> Plan | None:
+    """Return the fastest plan with experts that the GPUs fetch, or else the CPU computes."""
+    find, on_host = problem.find_profile, replace(problem.workload, host_experts=ALL_EXPERTS)
+    assert find is not None, "the caller checks it"
+    if is_cached:
         on_host = replace(on_host, expert_cache_bytes=first_cache(profile, problem))
     hosted = find(on_host)
     hosted_problem = replace(problem, workload=on_host)
     if not _fits_bounds(hosted, hosted_problem):
         return None
-    if training is not None:
+    if problem.workload.training is not None:
         return _train_with_host(hosted, hosted_problem, host)
     for has_room in (True, False):
         for cache_bytes in cache_sizes(_chunked_costs(hosted, hosted_problem), problem):
@@ -217,14 +204,6 @@ def _place_with_host(
             if plan is not None:
                 return plan
     return None
-
-
-def limit_graphs(profile: Profile, problem: PlanProblem) -> PlanProblem:
-    """Return the problem with CUDA graphs of as many tokens as the profile allows."""
-    workload, tokens = problem.workload, profile.graph_tokens
-    if tokens is None or not workload.cuda_graphs:
-        return problem
-    return replace(problem, workload=replace(workload, cuda_graphs=tokens))
 
 
 def _search_with_host(

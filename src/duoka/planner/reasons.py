@@ -49,7 +49,7 @@ _SENTENCES = {
     ),
     "fetched-experts": (
         "The experts of {layers} are in host memory ({size}), and their GPUs fetch them, and keep "
-        "{cache} of each layer. A step fetches {read}, with experts chosen evenly; texts that "
+        "{cache}. A step fetches {read}, with experts chosen evenly; texts that "
         "choose the same experts again fetch less."
     ),
     "trained-beside": (
@@ -164,8 +164,12 @@ def host_reason(costs: Costs) -> Reason:
         "size": format_bytes(costs.profile.expert_bytes),
         "read": format_bytes(round(costs.latency.host_bytes)),
     }
-    if cache_bytes := costs.workload.expert_cache_bytes:
-        return Reason("fetched-experts", values | {"cache": format_bytes(cache_bytes)})
+    cache_bytes = costs.workload.expert_cache_bytes
+    if cache_bytes and not costs.latency.host_seconds:
+        layer_bytes = costs.profile.expert_bytes // len(costs.workload.host_experts)
+        cache = f"{format_bytes(min(cache_bytes, layer_bytes))} of each layer"
+        cache = "the experts of one token" if cache_bytes == 1 else cache
+        return Reason("fetched-experts", values | {"cache": cache})
     known = costs.host and costs.host.memory_bytes_per_second
     rate = f"{(known or HOST_BYTES_PER_SECOND) / 1e9:.0f} GB/s"
     source = rate if known else f"an assumed {rate} (duoka bench --calibrate measures it)"

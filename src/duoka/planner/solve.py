@@ -7,9 +7,10 @@ from duoka.forecast.profile import Profile
 
 from . import planner
 from .from_device_map import follow_map
+from .limits import limit_graphs
 from .max_workload import find_largest, smallest_problem
 from .plan import Plan
-from .planner import NoPlan, limit_graphs, place_best
+from .planner import NoPlan, place_best
 from .request import PlanProblem
 
 

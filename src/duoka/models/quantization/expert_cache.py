@@ -48,6 +48,7 @@ def add_cache(module: Any, cache_bytes: int) -> None:
     """
     expert_bytes = sum(map(num_bytes, module.parameters())) // module.num_experts
     least = getattr(module.config, "num_experts_per_tok", None) or _USUAL_TOP_K
+    least = max(least) if isinstance(least, (list, tuple)) else least  # of each layer
     slots = min(max(cache_bytes // expert_bytes, least), module.num_experts)
     for name, parameter in list(module.named_parameters(recurse=False)):
         shape = slots, *parameter.shape[1:]
@@ -87,8 +88,9 @@ def load_experts(module: nn.Module, slots: Tensor, index: Tensor) -> None:
             held.move_to_end(number)
         else:
             missing.append(number)
+    free = [*{*range(len(first))}.difference(held.values())]
     for number in missing:
-        slot = len(held) if len(held) < len(first) else held.popitem(last=False)[1]
+        slot = free.pop() if free else held.popitem(last=False)[1]
         for name, cache in caches.items():
             source = getattr(module, name.removeprefix(_PREFIX))
             for target, part in zip(_tensors(cache), _tensors(source), strict=True):
