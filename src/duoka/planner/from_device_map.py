@@ -16,10 +16,11 @@ from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.workload import Workload
 
 from .device_map import judge
+from .limits import check_context
 from .page_count import fill
 from .placement import Placement, runs_of
 from .plan import Plan
-from .planner import NoPlan, check_context, place_best, with_chunks
+from .planner import NoPlan, place_best, with_chunks
 from .reasons import Reason, chunk_reason, crossing_values, room_reasons
 from .request import PlanProblem
 from .room import is_tight, room_bytes

@@ -14,7 +14,7 @@ from duoka.base.text import choose
 from duoka.errors import FleetError, UsageError
 from duoka.forecast.allocator import refuse_options
 from duoka.forecast.profile import Profile
-from duoka.forecast.workload import Workload, check_context
+from duoka.forecast.workload import Workload
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 from duoka.hardware.host import available_bytes, host_of_this_machine
@@ -191,4 +191,14 @@ def refuse_unplannable(profile: Profile, problem: PlanProblem) -> None:
         raise UsageError(
             f"quantized weights ({problem.workload.quantize}) can't be offloaded",
             hint="omit one of them",
+        )
+
+
+def check_context(workload: Workload, limit: int | None, model: str) -> None:
+    """Refuse a context longer than the model's limit."""
+    if limit is not None and workload.context_tokens > limit:
+        raise UsageError(
+            f"{workload.prompt_tokens} prompt and {workload.new_tokens} new tokens are "
+            f"{workload.context_tokens}; {model} supports {limit}",
+            hint=f"use a context of at most {limit} tokens",
         )

@@ -367,16 +367,6 @@ def with_chunks(workload: Workload) -> Iterator[Workload]:
         yield replace(workload, prefill_chunk_tokens=tokens)
 
 
-def check_context(workload: Workload, limit: int | None, model: str) -> None:
-    """Refuse a context longer than the model's limit."""
-    if limit is not None and workload.context_tokens > limit:
-        raise UsageError(
-            f"{workload.prompt_tokens} prompt and {workload.new_tokens} new tokens are "
-            f"{workload.context_tokens}; {model} supports {limit}",
-            hint=f"use a context of at most {limit} tokens",
-        )
-
-
 def _devices_of_blocks(costs: Costs, solution: Solution, fleet: Fleet) -> list[str]:
     """Return the name of the device of every block, in the profile's order."""
     devices: dict[int, str] = {}

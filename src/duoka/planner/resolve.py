@@ -29,9 +29,8 @@ from duoka.forecast.workload import (
     with_quantization,
 )
 
-from .limits import host_of
+from .limits import check_context, host_of
 from .plan import Plan
-from .planner import check_context
 from .reasons import chunk_reason, load_reason, quantization_reason
 from .request import PlanProblem, PlanRequest
 from .solve import find_plan, solve
