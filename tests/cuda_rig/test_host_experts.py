@@ -184,7 +184,7 @@ def count_step(plan: duoka.Plan, *, forgets: bool = False) -> Counter[str]:
         executor.start()
         for position in range(7, 12):  # the first steps get pinned memory from the driver
             for cache in model.buffers() if forgets else ():
-                cache.__dict__.pop("held", None)
+                cache.__dict__.pop("slot_of", None)
             start = LOG.stat().st_size
             chunks = [Chunk(0, [7], position, [0], ROW)]
             outcomes_of(chunks, executor.sample(chunks))

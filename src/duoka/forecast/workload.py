@@ -162,8 +162,7 @@ class Workload:
     batch : int
         Sequences that run together. Several prompts are forecast with padding and a mask.
     prompt_tokens, new_tokens : int
-        Tokens of each prompt, and tokens generated after it. In training, `prompt_tokens` is the
-        sequence length and `new_tokens` is 0.
+        Tokens of each prompt or trained sequence, and generated tokens (0 in training).
     dtype : {"auto", "float32", "float16", "bfloat16"}
         Dtype of the weights; "auto" is that of the checkpoint. "fp32", "fp16" and "bf16" are
         accepted too.
@@ -187,8 +186,7 @@ class Workload:
         Images that the vision tower encodes at a time: a number, None for all of the batch, or
         "auto" for all if they fit, otherwise the largest number that fits.
     logits : {"last", "all"}
-        Prompt positions for which logits are computed: the last one, to generate from, or all, to
-        score a text.
+        Prompt positions with logits: the last one, to generate from, or all, to score a text.
     pages : int, optional
         Pages of a paged cache; by default as many as fit.
     pages_for_batch : bool
@@ -197,17 +195,16 @@ class Workload:
         Tokens of a page; planning sets it unless `pages` are given. FlashAttention reads pages of
         256 tokens in place; any other attention gathers the pages first.
     cuda_graphs : bool or int
-        Replay decode steps as CUDA graphs where FlashAttention reads pages in place; a number is
-        the most tokens of such a step, set by planning for quantized experts.
+        Replay decode steps as CUDA graphs where FlashAttention reads pages in place; planning sets
+        the most tokens of such a step for experts.
     gpu_generation : GpuGeneration
         Generation of the GPUs; planning sets it to that of the fleet.
     training : Training, optional
         Settings of training on a batch of sequences; None for inference.
     host_experts : tuple of str
-        Names of the modules of experts that stay in host memory, set by planning; or `ALL_EXPERTS`.
+        Names of modules of experts in host memory, set by planning; or `ALL_EXPERTS`.
     expert_cache_bytes : int
-        Bytes of each of these modules that its GPU keeps, if it fetches experts, at least those of
-        one token; 0 if the CPU computes.
+        Bytes of each of them in its GPU's cache; 0 if the CPU computes.
 
     Raises
     ------

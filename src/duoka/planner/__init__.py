@@ -8,9 +8,9 @@
 - `search`: the exact optimum over cuts and devices
 - `page_count`: the number of pages of a paged KV cache that fit
 - `room`: the recommended free memory, and the preference among prefill chunks
-- `host_experts`: the fastest placement with experts in host memory
 - `offload`: the weights that may stay in CPU memory
-- `host_experts`: the placement with the experts of some layers in host memory
+- `host_experts`: the fastest placement with the experts of some layers in host memory
+- `expert_cache`: the sizes of caches for experts that GPUs fetch from there
 - `suggestions`, `gpu_upgrades`: changes that make a workload fit
 - `out_of_memory`: suggestions if a device has less memory at run time than planned
 - `replicas`: data-parallel replicas of a model on one fleet

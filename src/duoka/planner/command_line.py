@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from duoka.forecast.workload import Training, Workload
 from duoka.hardware.parse import format_host
 
+from .constraints import Constraints
 from .request import PlanRequest
 
 _USUAL = Workload()
@@ -90,13 +91,8 @@ def _option_values(request: PlanRequest) -> Iterator[tuple[str, object, object]]
         yield "--lora-target", training.lora_targets, None
         yield "--checkpointing", training.gradient_checkpointing, False
         yield "--master-weights", training.master_weights, False
-    for name, value in (
-        ("objective", request.objective),
-        ("experts", constraints.experts),
-        ("host_experts", constraints.host_experts),
-        ("expert_cache", _in_bytes(constraints.expert_cache)),
-    ):
-        yield _option(name), value, "auto"
+    yield "--objective", request.objective, "auto"
+    yield from _expert_values(constraints)
     yield "--use-all", request.use_all, False
     yield "--trust-remote-code", request.trust_remote_code, False
     yield "--strategy", constraints.strategy, "auto"
@@ -105,8 +101,12 @@ def _option_values(request: PlanRequest) -> Iterator[tuple[str, object, object]]
     yield "--offload", constraints.offload, False
 
 
-def _in_bytes(size: int | None) -> str:
-    return "auto" if size is None else f"{size}B"
+def _expert_values(constraints: Constraints) -> Iterator[tuple[str, object, object]]:
+    """Yield (option, value, default) of the options for experts."""
+    cache_bytes = constraints.expert_cache
+    yield "--experts", constraints.experts, "auto"
+    yield "--host-experts", constraints.host_experts, "auto"
+    yield "--expert-cache", None if cache_bytes is None else f"{cache_bytes}B", None
 
 
 def _option(name: str) -> str:

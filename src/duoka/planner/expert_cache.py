@@ -1,4 +1,4 @@
-"""Whether GPUs fetch experts from host memory, and how many of each layer they keep.
+"""Experts that GPUs fetch from host memory: when they do, and how many of each layer they keep.
 
 With experts chosen evenly, a byte of GPU memory saves as many fetched bytes in one layer as in any
 other; texts that choose some experts more often gain from every cache. So all layers have caches of
@@ -25,7 +25,7 @@ _LEAST = 1
 
 
 def ways(problem: PlanProblem, host: Device) -> tuple[bool, ...]:
-    """Return whether GPUs fetch experts in host memory, by preference; else the CPU computes them.
+    """Return True for GPUs that fetch experts, False for a CPU that computes them, by preference.
 
     A token needs the same experts either way: what reads them faster is preferred. Only caches
     need memory, so the CPU may compute where they don't fit.

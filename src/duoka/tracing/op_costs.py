@@ -78,31 +78,24 @@ def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
-def count_host_work(func: Any, args: Any, *, is_few: bool) -> tuple[int, int]:
-    """Return the weight bytes that the host reads for experts, and its FLOPs; see `count_bytes`.
+def count_host_work(func: Any, args: Any, *, is_few: bool) -> tuple[int, int, int, int]:
+    """Return the weight bytes and FLOPs of experts on the host, and the GPU's work for its cache.
 
-    No FLOPs means that the GPU fetches the experts.
+    The host reads the bytes; no FLOPs means that the GPU fetches them. With a cache, the GPU's
+    launches and memory traffic are those of experts that it has (`is_few`: see `count_bytes`).
     """
     if func.overloadpacket not in _on_host():
-        return 0, 0
+        return 0, 0, 0, 0
     _, index, *_, slots, _, num_bytes, experts, flops, fetched = args
     if fetched and not is_few:
-        return num_bytes, 0
+        return num_bytes, 0, 0, 0
     share = min(1.0, index.numel() / experts) if is_few else 1.0
-    if slots:  # of experts chosen evenly, the cache has this share
-        return round(share * (1 - slots / experts) * num_bytes), 0
-    return round(share * num_bytes), index.numel() * flops
-
-
-def count_cache_work(func: Any, args: Any, *, is_few: bool) -> tuple[int, int]:
-    """Return launches and memory traffic of experts that the GPU has fetched to its cache."""
-    if func.overloadpacket not in _on_host() or not is_few:
-        return 0, 0
-    _, index, *_, slots, _, num_bytes, experts, _, _ = args
     if not slots:
-        return 0, 0
-    # Of both projections, selected weights are read, written, and read again.
-    return 2 * _EXPERT_LAUNCHES * len(index), 3 * index.numel() * num_bytes // experts
+        return round(share * num_bytes), index.numel() * flops, 0, 0
+    # Of experts chosen evenly, the cache has the share slots / experts. Of both projections,
+    # selected weights are read, written, and read again.
+    missing_bytes = round(share * (1 - slots / experts) * num_bytes)
+    return missing_bytes, 0, 2 * _EXPERT_LAUNCHES * len(index), round(3 * share * num_bytes)
 
 
 def _count_attention_flops(

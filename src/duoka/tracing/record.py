@@ -32,13 +32,7 @@ from duoka.runtime.dispatch.arguments import bring, caches_in, caches_of, mapped
 from .blocks import ModuleGroup
 from .boundaries import Moves, observe_calls, replace_calls
 from .memo import BlockMemo, placeholder, producer_of
-from .op_costs import (
-    count_bytes,
-    count_cache_work,
-    count_flops,
-    count_host_work,
-    count_launches,
-)
+from .op_costs import count_bytes, count_flops, count_host_work, count_launches
 from .recorded import AllocId, PassLog, RecordedMicroBatch, RecordedPass, RecordedTrace
 
 
@@ -265,9 +259,6 @@ class Recorder:
             trace.moved_bytes += count_bytes(func, inputs, outputs, is_few=self._is_few)
         trace.flops += count_flops(func, args, kwargs, result)
         trace.add_host_work(*count_host_work(func, args, is_few=self._is_few))
-        launches, moved_bytes = count_cache_work(func, args, is_few=self._is_few)
-        trace.launches += launches
-        trace.moved_bytes += moved_bytes
 
     def _locate(self) -> None:
         """In a backward pass, set the current block by the running autograd node."""

@@ -53,10 +53,12 @@ class RecordedTrace:
     host_bytes: int = 0
     host_flops: int = 0
 
-    def add_host_work(self, num_bytes: int, flops: int) -> None:
-        """Add the bytes of weights that the host reads for an operation, and its FLOPs."""
+    def add_host_work(self, num_bytes: int, flops: int, launches: int, moved_bytes: int) -> None:
+        """Add the work for experts on the host; see `op_costs.count_host_work`."""
         self.host_bytes += num_bytes
         self.host_flops += flops
+        self.launches += launches
+        self.moved_bytes += moved_bytes
 
     def ids(self) -> Iterator[AllocId]:
         """Yield the ids of the storages freed or read in the trace."""

@@ -15,7 +15,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from duoka import virtual
 from duoka.models.boxes import whole_box
-from duoka.models.quantization import ExpertStack, expert_modules, keep_on_host, on_host
+from duoka.models.quantization import (
+    ExpertStack,
+    expert_modules,
+    keep_on_host,
+    num_bytes,
+    on_host,
+)
 from duoka.models.quantization.host_experts import IMPLEMENTATION, use_implementation
 from duoka.models.quantization.stacked import quantize_stack
 from duoka.runtime.dispatch.place_tensors import move_tensors
@@ -66,7 +72,8 @@ def make_hosted(family: str, scheme: str, device: str, slots: int = 0) -> Any:
     sources = dict(make_layers(family).named_parameters())
     layers = make_layers(family).to("meta")
     quantize(layers[0], scheme)
-    keep_on_host(layers, ["0"], slots)
+    size = sum(map(num_bytes, layers[0].parameters()))
+    keep_on_host(layers, ["0"], slots * size // EXPERTS)
     names = [name for name, _ in (*layers.named_parameters(), *layers.named_buffers())]
     move_tensors(layers, dict.fromkeys(names, torch.device(device)))
     for name, target in layers.named_parameters():

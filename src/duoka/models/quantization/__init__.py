@@ -6,6 +6,7 @@
 - `stacked`: the quantized weights of a layer's experts in one parameter
 - `experts`: the forward pass of experts with such weights
 - `host_experts`: experts whose weights stay in host memory, where the CPU computes
+- `expert_cache`: experts on the host that the GPU fetches and keeps
 - `fetched_experts`: the GPU computes experts on the host in steps of many tokens
 - `routing`: which tokens each expert has
 - `frozen`: linear layers with frozen quantized weights for training

@@ -80,24 +80,24 @@ def load_experts(module: nn.Module, slots: Tensor, index: Tensor) -> None:
     caches = {n: b for n, b in module.named_buffers(recurse=False) if n.startswith(_PREFIX)}
     first: Any = next(iter(caches.values()))
     # Experts with their slots, the one used longest ago first. New memory has a new cache.
-    held: OrderedDict[int, int] = first.__dict__.setdefault("held", OrderedDict())
+    slot_of: OrderedDict[int, int] = first.__dict__.setdefault("slot_of", OrderedDict())
     chosen = sent_to_host([index])[0].flatten().tolist()
     missing = []
     for number in dict.fromkeys(chosen):
-        if number in held:
-            held.move_to_end(number)
+        if number in slot_of:
+            slot_of.move_to_end(number)
         else:
             missing.append(number)
-    free = [*{*range(len(first))}.difference(held.values())]
+    free = [*{*range(len(first))}.difference(slot_of.values())]
     for number in missing:
-        slot = free.pop() if free else held.popitem(last=False)[1]
+        slot = free.pop() if free else slot_of.popitem(last=False)[1]
         for name, cache in caches.items():
             source = getattr(module, name.removeprefix(_PREFIX))
             for target, part in zip(_tensors(cache), _tensors(source), strict=True):
                 target[slot].copy_(part[number], non_blocking=True)
-        held[number] = slot
+        slot_of[number] = slot
     COUNTS.update(misses=len(missing), hits=len(set(chosen)) - len(missing))
-    places = torch.tensor([held[number] for number in chosen], pin_memory=index.is_cuda)
+    places = torch.tensor([slot_of[number] for number in chosen], pin_memory=index.is_cuda)
     slots.copy_(places.view_as(slots), non_blocking=True)
 
 
