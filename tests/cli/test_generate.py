@@ -94,7 +94,7 @@ def test_a_command_opens_each_part_of_a_model_once(
     program: Program,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    program("plan", tiny, *GPUS, *SIZES)  # which traces a model of its own
+    program(*command, tiny, *GPUS, *SIZES, stdin=stdin)  # which traces models of its own
     counts: Counter[str] = Counter()
     for owner, name in (
         (duoka.Checkpoint, "_of"),
