@@ -54,10 +54,11 @@ def plan_on(path: Path, gpus: str, experts: Any, workload: Workload, **others: A
     return duoka.plan(path, fleet, workload, constraints=constraints, suggest=False, **others)
 
 
-def plan_fetching(path: Path, gpus: str, workload: Workload, **others: Any) -> Plan:
-    """Plan with all experts on the host, and caches of a third of them."""
+def plan_fetching(path: Path, workload: Workload) -> Iterator[Plan]:
+    """Plan with all experts on the host and caches of some, on one GPU and on two."""
     constraints = Constraints(experts="host", host_experts="fetch", expert_cache=5 * MIB)
-    return plan_on(path, gpus, "host", workload, constraints=constraints, **others)
+    for gpus in (LARGE, "virtual:2x500MiB"):
+        yield plan_on(path, gpus, "host", workload, constraints=constraints, use_all=True)
 
 
 def plan_small(path: Path, workload: Workload) -> Iterator[Plan]:
@@ -107,10 +108,11 @@ def test_a_loaded_model_generates_the_same(checkpoint: Path, scheme: Any) -> Non
 @pytest.mark.process
 @pytest.mark.usefixtures("quick_workers")
 @pytest.mark.parametrize("scheme", ["none", "int4"])
-def test_the_engine_generates_the_same(checkpoint: Path, scheme: Any) -> None:
+@pytest.mark.parametrize("plans_of", [plan_small, plan_fetching])
+def test_the_engine_generates_the_same(checkpoint: Path, scheme: Any, plans_of: Any) -> None:
     workload = replace(PAGED, quantize=scheme)
     tokens = serve(plan_on(checkpoint, LARGE, "gpu", workload))
-    for plan in plan_small(checkpoint, workload):
+    for plan in plans_of(checkpoint, workload):
         assert plan.host_experts
         assert serve(plan) == tokens
         if len(plan.placement.devices) > 1:
@@ -122,25 +124,12 @@ def test_fetched_experts_generate_the_same(checkpoint: Path, scheme: Any) -> Non
     workload = replace(WORK, quantize=scheme)
     logits, tokens = generate(plan_on(checkpoint, LARGE, "gpu", workload))
     COUNTS.clear()
-    for gpus in (LARGE, "virtual:2x500MiB"):
-        plan = plan_fetching(checkpoint, gpus, workload, use_all=True)
+    for plan in plan_fetching(checkpoint, workload):
         assert plan.workload.expert_cache_bytes == 5 * MIB * len(plan.devices) // 4
         outputs = generate(plan)
         assert close(outputs[0], logits, TOLERANCES[scheme])
         assert outputs[1] == tokens
     assert min(COUNTS["hits"], COUNTS["misses"]) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.process
-@pytest.mark.usefixtures("quick_workers")
-@pytest.mark.parametrize("scheme", ["none", "int4"])
-def test_the_engine_generates_the_same_with_fetched_experts(checkpoint: Path, scheme: Any) -> None:
-    workload = replace(PAGED, quantize=scheme)
-    tokens = serve(plan_on(checkpoint, LARGE, "gpu", workload))
-    assert serve(plan_fetching(checkpoint, LARGE, workload)) == tokens
-    plan = plan_fetching(checkpoint, "virtual:2x500MiB", workload, use_all=True)
-    assert serve(plan, processes=True) == tokens
 
 
 def test_the_host_reads_its_weights_in_place(

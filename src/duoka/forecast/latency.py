@@ -46,7 +46,8 @@ HOST_FLOPS_PER_SECOND = 500e9
 """Rate of a host's matrix products if unknown: a desktop CPU with AVX2."""
 HOST_WAIT_SECONDS = 50e-6
 """Seconds of a layer whose experts are on the host, for its copies and for waking threads."""
-_NEARLY_ALL = 0.99  # of a layer's bytes, which include biases
+_NEARLY_ALL = 0.99
+"""Share of a layer's bytes from which on a step streams all its experts: the bytes have biases."""
 LAUNCH_SECONDS = 5e-6
 """Seconds to launch a kernel if not measured: about the host's time for one PyTorch operator."""
 
@@ -256,15 +257,12 @@ class LatencyModel:
         Streamed weights are copied during kernels; experts for a cache after a wait for the
         routing, and before the kernels.
         """
-        expert_bytes, overlapping = (
-            self._profile.kinds[kind].expert_bytes,
-            np.maximum(kernels, copies),
-        )
+        overlapping: Floats = np.maximum(kernels, copies)
+        expert_bytes = self._profile.kinds[kind].expert_bytes
         if not self._workload.expert_cache_bytes or not expert_bytes:
-            return np.asarray(overlapping)
+            return overlapping
         is_streamed = self._work[kind][3] > _NEARLY_ALL * expert_bytes
-        waiting = kernels + copies + HOST_WAIT_SECONDS
-        return np.where(is_streamed, overlapping, waiting)
+        return np.where(is_streamed, overlapping, kernels + copies + HOST_WAIT_SECONDS)
 
     def _fetched_seconds(self, device: Device) -> dict[int, Floats] | None:
         """[steps]: seconds to fetch experts from the host, by kind of block.

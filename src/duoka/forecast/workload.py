@@ -204,7 +204,7 @@ class Workload:
     host_experts : tuple of str
         Names of modules of experts in host memory, set by planning; or `ALL_EXPERTS`.
     expert_cache_bytes : int
-        Bytes of each of them in its GPU's cache; 0 if the CPU computes.
+        Size of the GPU's cache for each of them, if GPUs fetch; 0 if the CPU computes.
 
     Raises
     ------

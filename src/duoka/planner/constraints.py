@@ -48,7 +48,7 @@ class Constraints:
         "compute" lets the CPU compute experts in host memory; "fetch" lets the GPUs fetch them, and
         keep those used last; "auto" fetches if all GPUs read host memory faster than the CPU does.
     expert_cache : int, optional
-        Bytes of each GPU for the experts that it keeps, if it fetches; by default as many as fit.
+        Bytes per GPU, on average, for the experts that it keeps; by default as many as fit.
 
     Raises
     ------

@@ -24,7 +24,7 @@ _LEAST = 1
 """A cache has room for the experts of one token at least."""
 
 
-def ways(problem: PlanProblem, host: Device) -> tuple[bool, ...]:
+def fetch_choices(problem: PlanProblem, host: Device) -> tuple[bool, ...]:
     """Return True for GPUs that fetch experts, False for a CPU that computes them, by preference.
 
     A token needs the same experts either way: what reads them faster is preferred. Only caches
@@ -41,7 +41,7 @@ def ways(problem: PlanProblem, host: Device) -> tuple[bool, ...]:
     return True, False
 
 
-def first_cache(profile: Profile, problem: PlanProblem) -> int:
+def first_cache_bytes(profile: Profile, problem: PlanProblem) -> int:
     """Return the requested size of each layer's cache in bytes, or the smallest."""
     size = problem.constraints.expert_cache
     if size is None:
@@ -50,7 +50,7 @@ def first_cache(profile: Profile, problem: PlanProblem) -> int:
     return max(size * len(problem.fleet.devices) // layers, _LEAST)
 
 
-def cache_sizes(hosted: Sequence[Costs], problem: PlanProblem) -> Iterator[int]:
+def caches_to_try(hosted: Sequence[Costs], problem: PlanProblem) -> Iterator[int]:
     """Yield the sizes to try for each layer's cache in bytes, the largest first.
 
     `hosted` are the costs with all experts on the host and the first size, 0 without caches.

@@ -21,7 +21,7 @@ from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 
 from . import search
-from .expert_cache import cache_sizes, first_cache, ways
+from .expert_cache import caches_to_try, fetch_choices, first_cache_bytes
 from .host_experts import HostSearch, no_host_experts
 from .limits import host_of, limit_graphs, limits_for, refuse_unplannable, reserves
 from .offload import candidates, lightest
@@ -177,18 +177,21 @@ def _place_with_host(profile: Profile, problem: PlanProblem) -> Plan | None:
         return None
     if host is None or problem.find_profile is None or not has_experts:
         return None
-    tried = (_place_in_way(profile, problem, host, is_cached=way) for way in ways(problem, host))
+    tried = (
+        _place_experts(profile, problem, host, is_fetched=is_fetched)
+        for is_fetched in fetch_choices(problem, host)
+    )
     return next((plan for plan in tried if plan is not None), None)
 
 
-def _place_in_way(
-    profile: Profile, problem: PlanProblem, host: Device, *, is_cached: bool
+def _place_experts(
+    profile: Profile, problem: PlanProblem, host: Device, *, is_fetched: bool
 ) -> Plan | None:
     """Return the fastest plan with experts that the GPUs fetch, or else the CPU computes."""
     find, on_host = problem.find_profile, replace(problem.workload, host_experts=ALL_EXPERTS)
     assert find is not None, "the caller checks it"
-    if is_cached:
-        on_host = replace(on_host, expert_cache_bytes=first_cache(profile, problem))
+    if is_fetched:
+        on_host = replace(on_host, expert_cache_bytes=first_cache_bytes(profile, problem))
     hosted = find(on_host)
     hosted_problem = replace(problem, workload=on_host)
     if not _fits_bounds(hosted, hosted_problem):
@@ -196,7 +199,7 @@ def _place_in_way(
     if problem.workload.training is not None:
         return _train_with_host(hosted, hosted_problem, host)
     for has_room in (True, False):
-        for cache_bytes in cache_sizes(_chunked_costs(hosted, hosted_problem), problem):
+        for cache_bytes in caches_to_try(_chunked_costs(hosted, hosted_problem), problem):
             on_host = replace(on_host, expert_cache_bytes=cache_bytes)
             plan = _search_with_host(
                 profile, find(on_host), replace(problem, workload=on_host), host, has_room

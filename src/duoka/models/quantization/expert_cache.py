@@ -21,13 +21,14 @@ from .stacked import ExpertStack, slot_bytes
 
 _PREFIX = "cached_"
 _USUAL_TOP_K = 8
+"""Experts of a token, if the configuration has another name for their number."""
 _GATE_TENSORS = 3
 """Temporary tensors of a gate and its activation."""
 _OUTPUTS = 3
 """Tensors of outputs in the model's dtype: of the product, with the bias, and of a cast."""
 
 COUNTS: Counter[str] = Counter()
-"""Experts that this process found in caches ("hits"), and those it fetched ("misses")."""
+"""Experts that this process found in caches ("hits") or fetched ("misses"), of all its models."""
 
 
 class CachedExperts:
@@ -115,7 +116,7 @@ def cached_bytes(module: Any, hidden: Tensor, index: Tensor) -> list[int]:
     last, one = module.down_proj, index[:1]
     (rows, columns), width = first.sizes, last.sizes[1]
     outputs = [rows, rows, *[width] * _GATE_TENSORS, *[columns] * _OUTPUTS, 2 * columns]
-    inputs = hidden[:1], hidden.new_empty(index.shape[1], width)
+    inputs = hidden[:1], torch.empty(index.shape[1], width, dtype=hidden.dtype, device="meta")
     products = [
         part
         for stack, states in zip((first, last), inputs, strict=True)

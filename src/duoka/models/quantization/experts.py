@@ -177,9 +177,8 @@ def _experts_linear(
         # Of one token, Python's time for sorting and for weights would be that of the products.
         for pair, number in enumerate(experts[0].tolist()):
             states = inputs if shared else inputs[pair : pair + 1]
-            outputs[pair] = kind.multiply_tensors(states, *(tensor[number] for tensor in tensors))[
-                0
-            ]
+            expert = (tensor[number] for tensor in tensors)
+            outputs[pair : pair + 1] = kind.multiply_tensors(states, *expert)
         return outputs
     if is_gpu:
         reserve(inputs.device, _tile_bytes(inputs, tensors, kind, rows))

@@ -191,7 +191,7 @@ def fetched_bytes(
     ]
     for stack in (first, last):
         if _is_tiled(stack):
-            states = hidden.new_empty(_TILE_ROWS, stack.sizes[1])
+            states = torch.empty(_TILE_ROWS, stack.sizes[1], dtype=hidden.dtype, device="meta")
             unpacked += stack.weight_class.input_bytes(_TILE_ROWS, states)
             unpacked += [_TILE_ROWS * stack.sizes[0] * (2 + size)]  # a cast, and with the bias
     widths = [columns, first.sizes[0], *[last.sizes[1]] * _GATE_TENSORS, columns]
