@@ -151,7 +151,7 @@ class PlanOptions(OptionGroup):
     )
     host_experts: str | None = _plan(
         "WAY",
-        'What experts in host memory are for: "compute" lets the CPU compute them, "fetch" copies '
+        'How experts in host memory are used: "compute" lets the CPU compute them, "fetch" copies '
         'those that a token needs to its GPU, which keeps those used last; "auto" (the default) '
         "fetches if the GPUs read host memory faster than the CPU.",
         values=HOST_EXPERTS,
