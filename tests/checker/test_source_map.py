@@ -37,6 +37,18 @@ def test_a_place_is_the_expression_that_runs() -> None:
     assert found.function == "test_a_place_is_the_expression_that_runs"
 
 
+def test_equal_functions_of_two_files_keep_their_files(tmp_path: Path) -> None:
+    """Python compares code objects without their files."""
+    places = []
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text("def f(place):\n    return place(1)\n")
+        variables: dict[str, Any] = {}
+        exec(compile((tmp_path / name).read_text(), str(tmp_path / name), "exec"), variables)
+        places.append(variables["f"](place))
+    assert [found.file for found in places] == [str(tmp_path / "a.py"), str(tmp_path / "b.py")]
+    assert [found.text for found in places] == ["place(1)", "place(1)"]
+
+
 def test_columns_are_characters_and_lines_are_joined() -> None:
     found = ("多卡", place(
         "多",

@@ -12,13 +12,22 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, TracebackType
+from typing import NamedTuple
 
 _OWN = str(Path(__file__).parent.parent) + "/"
 _STANDARD = sysconfig.get_paths()["stdlib"] + "/"
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
-Spot = tuple[CodeType, int]
-"""A code object and the offset of an instruction in it."""
+
+class Spot(NamedTuple):
+    """A code object, the offset of an instruction in it, and its file.
+
+    Equal functions of two files have equal code objects: the file tells them apart.
+    """
+
+    code: CodeType
+    offset: int
+    file: str
 
 
 @cache
@@ -36,10 +45,13 @@ def is_installed(file: str | None) -> bool:
     return file.startswith((_OWN, _STANDARD)) or any(part in file for part in _INSTALLED)
 
 
-@cache
 def is_model_code(code: CodeType) -> bool:
     """Return True for code outside of PyTorch, duoka and the standard library."""
-    file = code.co_filename
+    return _is_model_file(code.co_filename)
+
+
+@cache
+def _is_model_file(file: str) -> bool:
     if file.startswith((_OWN, torch_folder(), "<frozen")):
         return False
     return not file.startswith(_STANDARD) or any(part in file for part in _INSTALLED)
@@ -58,7 +70,10 @@ def raised_in(
     `is_wanted` selects other code than model code.
     """
     trace = _innermost(error, is_wanted)
-    return None if trace is None else (trace.tb_frame.f_code, trace.tb_lasti)
+    if trace is None:
+        return None
+    code = trace.tb_frame.f_code
+    return Spot(code, trace.tb_lasti, code.co_filename)
 
 
 def where_raised(error: BaseException) -> str:

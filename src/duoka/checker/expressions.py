@@ -74,10 +74,11 @@ class Expressions:
         # Rule 1 compares positions: `SPOT` names the instruction that made a tensor. For a model's
         # own function `table` that is inside of `table`. Rule 3 needs a call by model code itself:
         # behind a module, positions are those of the operation in the module.
-        maker: Spot = vars(tensor).get(SPOT, (None, 0))
-        is_here = maker[0] is self._frame.f_code
+        maker: Spot | None = vars(tensor).get(SPOT)
+        is_here = maker is not None and maker.code is self._frame.f_code
+        made_at = code_position(maker.code, maker.offset) if maker and is_here else None
         for node in self._remaining:
-            if is_here and code_position(*maker) == node_position(node):
+            if made_at == node_position(node):
                 return self._written(node, self._text(node))
             text = self._match_value(node, tensor)
             if text is not None:

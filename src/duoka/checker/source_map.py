@@ -61,15 +61,15 @@ def locals_of(frame: FrameType) -> dict[str, Any]:
 
 
 def spot_of(frame: FrameType) -> Spot:
-    """Return the code of a frame and the offset of its current instruction."""
-    return frame.f_code, frame.f_lasti
+    """Return the current instruction of a frame."""
+    return Spot(frame.f_code, frame.f_lasti, frame.f_code.co_filename)
 
 
 @cache
 def place_of(spot: Spot) -> Place:
     """Return the source place of an instruction's expression."""
-    code, offset = spot
-    source = source_of(code.co_filename)
+    code, offset, file = spot
+    source = source_of(file)
     position = source.tested(code, offset) or code_position(code, offset)
     return source.place(position, code.co_qualname)
 
@@ -202,8 +202,8 @@ def _unedited(file: str, lines: tuple[str, ...]) -> SourceFile:
 
 def is_written_back(spot: Spot) -> bool:
     """Return True if an item is read to be written back, as in `x[i] += 1`."""
-    source = source_of(spot[0].co_filename)
-    node = source.nodes.get(code_position(*spot))
+    source = source_of(spot.file)
+    node = source.nodes.get(code_position(spot.code, spot.offset))
     outer = None if node is None else source.parents.get(node)
     return isinstance(outer, ast.AugAssign) and outer.target is node
 
@@ -215,7 +215,7 @@ def is_written_back(spot: Spot) -> bool:
 #   d = y.device; x.to(d)                                from a tensor, by the assignment to `d`
 def is_named(spot: Spot, device: object) -> bool:
     """Return True if the call itself names the device, rather than taking it from a tensor."""
-    node = source_of(spot[0].co_filename).nodes.get(code_position(*spot))
+    node = source_of(spot.file).nodes.get(code_position(spot.code, spot.offset))
     if not isinstance(node, ast.Call):
         return True
     argument = next((word.value for word in node.keywords if word.arg == "device"), None)
@@ -225,8 +225,8 @@ def is_named(spot: Spot, device: object) -> bool:
         return True
     if isinstance(device, int) and not isinstance(argument, ast.Constant):
         return False
-    source = source_of(spot[0].co_filename)
-    meanings = [argument, *source.meanings(argument, spot[0])]
+    source = source_of(spot.file)
+    meanings = [argument, *source.meanings(argument, spot.code)]
     return not any(map(_asks_for_device, meanings))
 
 
