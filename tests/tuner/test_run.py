@@ -329,7 +329,10 @@ def test_a_hint_says_what_there_is_to_go_on_from(directory: RunDirectory) -> Non
     (directory.checkpoints / ".step-000002.partial").mkdir(parents=True)
     assert directory.way_on.startswith("nothing was saved")
     (directory.checkpoints / "step-000002").mkdir()
-    assert directory.way_on == "the last checkpoint is intact: continue from it with --resume"
+    assert directory.way_on == (
+        "the last checkpoint is intact: continue from it with --resume, or get its result with "
+        f"`duoka tune --export {directory.path}`"
+    )
 
 
 def test_the_first_failure_is_the_reason(directory: RunDirectory) -> None:

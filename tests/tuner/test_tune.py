@@ -23,7 +23,7 @@ from duoka import TuneSettings
 from duoka.errors import DuokaError, InfeasibleError, TrainingError
 from duoka.tuner.prepare import TuneRun
 from duoka.tuner.run import RunDirectory
-from duoka.tuner.tune import TuneResult, move, resume
+from duoka.tuner.tune import TuneResult, export_result, move, resume
 
 pytestmark = pytest.mark.dist
 
@@ -290,6 +290,11 @@ def test_ctrl_c_saves_and_leaves(tmp_path: Path, chats: Path, models: Any) -> No
     steps = len(tuning.losses(path))
     assert f"stopped after step {steps}" in said
     assert (path / "checkpoints" / f"step-{steps:06d}").is_dir()
+    # The adapter so far is that of the checkpoint.
+    adapter = load_file(path / "adapter" / "adapter_model.safetensors")
+    exported = load_file(export_result(path) / "adapter_model.safetensors")
+    assert adapter.keys() == exported.keys()
+    assert all(torch.equal(value, exported[name]) for name, value in adapter.items())
 
 
 @pytest.mark.slow

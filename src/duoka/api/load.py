@@ -196,7 +196,7 @@ def read_adapter_for(plan: Plan, adapter: str | os.PathLike[str]) -> LoraAdapter
         raise UsageError(
             "an adapter can't be merged into quantized or offloaded weights, and the plan has "
             "such weights",
-            hint="merge it into a checkpoint (duoka tune --merge), then plan that checkpoint",
+            hint="plan the checkpoint that `duoka merge MODEL ADAPTER --out DIR` writes",
         )
     return read_adapter(Path(adapter))
 

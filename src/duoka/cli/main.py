@@ -28,6 +28,7 @@ from .doctor import doctor
 from .generate import generate
 from .gpus import gpus
 from .groups import Debug
+from .merge import merge
 from .plan import plan
 from .selftest import selftest
 from .serve import serve
@@ -61,7 +62,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_OF_A_MODEL = plan, compare, check, generate, chat, serve, tune
+_OF_A_MODEL = plan, compare, check, generate, chat, serve, tune, merge
 _OF_A_MACHINE = gpus, doctor, selftest, top, bench, demo, completion
 for command in _OF_A_MODEL + _OF_A_MACHINE:
     app.command()(command)

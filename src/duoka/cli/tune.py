@@ -88,7 +88,9 @@ class TuneOptions(OptionGroup):
         "Pack several samples into a sequence; no sample attends to another."
     )
     skip_bad: bool = _data_flag("Skip invalid rows instead of stopping.")
-    eval_data: list[str] | None = _data("DATA", "Evaluation data. Repeatable.", names=("--eval",))
+    eval_data: list[str] | None = _data(
+        "DATA", "Evaluation data, or a share of DATA such as 5%. Repeatable.", names=("--eval",)
+    )
     method: str | None = _how(
         "METHOD",
         "lora (the default, adapters on frozen weights), qlora (adapters on 4-bit weights) or "
@@ -152,10 +154,25 @@ class TuneOptions(OptionGroup):
     save: Path | None = _run("DIR", "Directory of the run: checkpoints, metrics and result.")
     resume: bool = _run_flag("Resume the run in --save; --gpus and --replicas may change the GPUs.")
     save_every: int | None = _run(
-        "STEPS", "Steps between checkpoints; the last step always saves one.", min=1
+        "STEPS",
+        "Steps between checkpoints. By default 10 % of the run or 15 minutes, whichever is sooner.",
+        min=1,
+    )
+    keep: int | None = _run(
+        "N", "Newest checkpoints to keep, beside the best one. By default 2.", min=1
     )
     eval_every: int | None = _run(
-        "STEPS", "Steps between evaluations of --eval; the last step is always evaluated.", min=1
+        "STEPS", "Steps between evaluations of --eval. By default 10 % of the run.", min=1
+    )
+    early_stopping: int | None = _run(
+        "N",
+        "End after N evaluations in a row without a better loss; the result is the best one's.",
+        min=1,
+    )
+    export: Path | None = _run(
+        "RUN",
+        "Write the adapter of a run's newest checkpoint, or of RUN/checkpoints/step-N, and stop; "
+        "with --merge or after --train full the model.",
     )
     merge: bool = _run_flag("Merge the adapter and write a whole checkpoint.")
     config: Path | None = _run(
@@ -177,6 +194,9 @@ def tune(model: ModelOptions, options: TuneOptions) -> None:
 
     [bold]duoka tune[/] --save run --resume
     """
+    if options.export is not None:
+        _export(options, options.export)
+        return
     if options.save is None and not options.dry_run:
         raise UsageError("no directory for the run was given", hint="--save DIR")
     say_import("torch")
@@ -230,8 +250,10 @@ def _refuse_conflicts(options: TuneOptions) -> None:
         options.refuse(*shape, beside="--adapter, which has its own settings", hint=either)
     if options.steps is not None:
         options.refuse("epochs", beside="--steps", hint="use one of them")
-    if options.eval_every is not None and not options.eval_data:
-        raise UsageError("--eval-every needs --eval", hint="--eval DATA")
+    for name in ("eval_every", "early_stopping"):
+        if getattr(options, name) is not None and not options.eval_data:
+            option_name = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option_name} needs --eval", hint="--eval DATA, or --eval 5%")
 
 
 def _settings(options: TuneOptions) -> TuneSettings:
@@ -282,6 +304,20 @@ def _resume(options: TuneOptions) -> TuneResult:
         return resume(directory)
 
 
+def _export(options: TuneOptions, path: Path) -> None:
+    """Write the result of a checkpoint of a run, and print its directory."""
+    options.refuse(
+        *all_but(TuneOptions, "export", "merge"),
+        beside="--export, which uses the settings of the run",
+        hint="omit it",
+    )
+    with heard_by(note):
+        from duoka.tuner.tune import export_result
+
+        result = export_result(path, merge=options.merge)
+    stdout().print(f"the result is in {result}", markup=False, soft_wrap=True)
+
+
 def _print_result(result: TuneResult) -> None:
     """Print the report and the result; exit with the signal's code if the run was stopped."""
     from duoka.tuner.report import render_report
@@ -289,7 +325,13 @@ def _print_result(result: TuneResult) -> None:
     if result.report is not None:
         stdout().print(render_report(result.report))
     if result.result is not None:
-        stdout().print(f"the result is in {result.result}", markup=False, soft_wrap=True)
+        is_last = result.result_step == result.steps
+        of_step = "" if is_last else f", from step {result.result_step}"
+        text = f"the result is in {result.result}{of_step}"
+        stdout().print(text, markup=False, soft_wrap=True)
+    if result.best is not None:
+        text = f"best evaluation loss: {result.best} (duoka tune --export {result.best})"
+        stdout().print(text, markup=False, soft_wrap=True)
     if result.stopped_by is not None:
         command = f"duoka tune --save {result.directory} --resume"
         note(f"stopped after step {result.steps}; to resume: {command}")

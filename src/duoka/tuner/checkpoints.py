@@ -17,7 +17,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -50,8 +50,22 @@ _MANIFEST = "checkpoint.json"
 _VERSION = 1
 _NAME = re.compile(r"step-(\d{6,12})")
 _PARTIAL = ".step-*.partial"
+_BEST = "best"
 # Size of a tensor file; up to twice as much host memory is needed while a file is written.
 _FILE_BYTES = 2**30
+
+
+def checkpoint_steps(directory: Path) -> list[int]:
+    """Return the steps with a checkpoint in a directory, oldest first; they may be damaged."""
+    if not directory.is_dir():
+        return []
+    names = (_NAME.fullmatch(path.name) for path in directory.iterdir())
+    return sorted(int(name[1]) for name in names if name)
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """Return the path of a step's checkpoint in a directory."""
+    return directory / f"step-{step:06d}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +97,7 @@ class TrainingCheckpoints:
     Every process of the run creates an instance and calls its methods in step with the others;
     without `torch.distributed` there is one process. An error in one process is raised in all.
     `identity` has values, by name, that must be equal when the run is resumed: the fingerprints of
-    model and data, and the method. The `keep` newest checkpoints are kept.
+    model and data, and the method. The `keep` newest checkpoints are kept, and the best one.
     """
 
     def __init__(self, directory: Path, identity: Mapping[str, str], *, keep: int = 2) -> None:
@@ -94,18 +108,7 @@ class TrainingCheckpoints:
         self._rank = dist.get_rank() if self._several else 0
         self._size = dist.get_world_size() if self._several else 1
         self._newest: int | None = None
-
-    @property
-    def steps(self) -> list[int]:
-        """Steps with a checkpoint, oldest first, complete or not."""
-        if not self._directory.is_dir():
-            return []
-        names = (_NAME.fullmatch(path.name) for path in self._directory.iterdir())
-        return sorted(int(name[1]) for name in names if name)
-
-    def path(self, step: int) -> Path:
-        """Return the directory of a step's checkpoint."""
-        return self._directory / f"step-{step:06d}"
+        self._best: int | None = None
 
     # ── saving ──
 
@@ -121,10 +124,10 @@ class TrainingCheckpoints:
         Each process passes its trained parameters, by their names in the model, and its optimizer;
         replicas pass equal values. `state` is everything else, as JSON; the first process's is
         saved. A crash at any time leaves the previous checkpoint intact. Checkpoints older than the
-        `keep` newest are removed, and those of later steps, which belong to an abandoned course of
-        the run.
+        `keep` newest are removed, but not the best one, and those of later steps, which belong to
+        an abandoned course of the run.
         """
-        path = self.path(step)
+        path = checkpoint_path(self._directory, step)
         if step == self._newest:
             return path
         with name_write_errors(f"the training checkpoint {path}", _HINT), ExitStack() as directory:
@@ -177,11 +180,30 @@ class TrainingCheckpoints:
         write_whole(partial / _MANIFEST, json.dumps(manifest, allow_nan=False, indent=1))
         step = manifest["step"]
         # A checkpoint of this step that was refused on resuming may still exist.
-        shutil.rmtree(self.path(step), ignore_errors=True)
+        shutil.rmtree(checkpoint_path(self._directory, step), ignore_errors=True)
         directory.close()
-        current = [saved_step for saved_step in self.steps if saved_step <= step][-self._keep :]
-        for saved_step in {*self.steps} - {*current}:
-            shutil.rmtree(self.path(saved_step), ignore_errors=True)
+        self._remove_all_but(step)
+
+    def _remove_all_but(self, newest: int) -> None:
+        """Remove all checkpoints but the best one and the newest up to that of step `newest`."""
+        steps = checkpoint_steps(self._directory)
+        current = [step for step in steps if step <= newest][-self._keep :]
+        for step in {*steps} - {*current, self._best}:
+            shutil.rmtree(checkpoint_path(self._directory, step), ignore_errors=True)
+
+    def keep_best(self, step: int | None) -> None:
+        """Keep the checkpoint of a step as the best one, and name it ``best``; None is none.
+
+        Called in the first process, for the newest checkpoint or an earlier one.
+        """
+        if step != self._best and self._newest is not None:
+            self._best = step
+            self._remove_all_but(self._newest)
+        link = self._directory / _BEST
+        with suppress(OSError):  # some file systems have no links; the run says its step, too
+            link.unlink(missing_ok=True)
+            if step is not None:
+                link.symlink_to(checkpoint_path(self._directory, step).name)
 
     # ── resuming ──
 
@@ -195,7 +217,7 @@ class TrainingCheckpoints:
         belong to another run.
         """
         refused: list[str] = []
-        for step in reversed(self._agree(lambda: self.steps)[0]):
+        for step in reversed(self._agree(lambda: checkpoint_steps(self._directory))[0]):
             try:
                 state, names = self._verify(step, parameters)
             except CheckpointError as error:
@@ -203,7 +225,8 @@ class TrainingCheckpoints:
                 continue
             self._read(step, names, parameters, optimizer)
             self._newest = step
-            return Resumed(path=self.path(step), step=step, state=state, refused=tuple(refused))
+            path = checkpoint_path(self._directory, step)
+            return Resumed(path=path, step=step, state=state, refused=tuple(refused))
         if refused:
             raise CheckpointError(
                 f"no training checkpoint in {self._directory} can be resumed from: "
@@ -220,7 +243,7 @@ class TrainingCheckpoints:
 
         Raises CheckpointError if the checkpoint is damaged, or belongs to another run.
         """
-        path = self.path(step)
+        path = checkpoint_path(self._directory, step)
         manifest = self._agree(lambda: _read_manifest(path))[0]
         if manifest["step"] != step:
             raise CheckpointError(f"{path} declares step {manifest['step']}")
@@ -239,14 +262,9 @@ class TrainingCheckpoints:
 
     def _verify_share(self, path: Path, digests: Mapping[str, str]) -> dict[str, TensorInfo]:
         """Verify the hashes of this process's share of the files; return their tensors' headers."""
-        stored: dict[str, TensorInfo] = {}
-        for name in sorted(digests)[self._rank :: self._size]:
-            file = path / name
-            with reading(file):
-                if _digest_of(file) != digests[name]:
-                    raise CheckpointError(f"{file} has changed since it was written")
-            stored |= read_header(file)
-        return stored
+        names = sorted(digests)[self._rank :: self._size]
+        _verify_files(path, {name: digests[name] for name in names})
+        return {tensor: it for name in names for tensor, it in read_header(path / name).items()}
 
     def _read(
         self,
@@ -262,13 +280,14 @@ class TrainingCheckpoints:
         make_states(optimizer)
         drop_states(parameters, optimizer, names)
         tensors = {**parameters, **optimizer_tensors(parameters, optimizer)}
-        reader = HuggingFaceStorageReader(str(self.path(step)))
+        path = checkpoint_path(self._directory, step)
+        reader = HuggingFaceStorageReader(str(path))
         try:
             with warnings.catch_warnings(action="ignore"):
                 load(tensors, storage_reader=reader, no_dist=not self._several)
         except CheckpointException as error:
             reason = first_failure(error)
-            raise CheckpointError(f"{self.path(step)} can't be read: {reason}") from error
+            raise CheckpointError(f"{path} can't be read: {reason}") from error
         set_numbers(parameters, optimizer, tensors)
 
     # ── collective operations ──
@@ -297,9 +316,13 @@ class TrainingCheckpoints:
 
 
 class SavedParameters(Mapping[str, Tensor]):
-    """The parameters of a training checkpoint, without optimizer states; read on access."""
+    """The parameters of a training checkpoint, without optimizer states; read on access.
+
+    Raises CheckpointError if a file of the checkpoint has changed since it was written.
+    """
 
     def __init__(self, path: Path) -> None:
+        _verify_files(path, _read_manifest(path)["files"])
         self._files = {
             name: file
             for file in sorted(path.glob("*.safetensors"))
@@ -330,6 +353,14 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     raise CheckpointError(
         f"{path / _MANIFEST} is damaged, or was written by another version of duoka"
     )
+
+
+def _verify_files(path: Path, digests: Mapping[str, str]) -> None:
+    """Raise CheckpointError if the files of a checkpoint don't have these hashes."""
+    for name, digest in digests.items():
+        with reading(path / name):
+            if _digest_of(path / name) != digest:
+                raise CheckpointError(f"{path / name} has changed since it was written")
 
 
 def _refuse_mismatch(path: Path, stored: Mapping[str, str], forms: Mapping[str, str]) -> None:

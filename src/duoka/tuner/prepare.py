@@ -106,11 +106,11 @@ def prepare(
     workload = _check_plan(plan, checkpoint, settings) if plan else settings.workload(checkpoint)
     if native_adapter is not None:
         _refuse_unfit_adapter(native_adapter, checkpoint, workload)
-    datasets = [
-        _read_samples(checkpoint, paths, settings, workload)
-        for paths in (data, settings.eval_data)
-        if paths
-    ]
+    share = settings.eval_share
+    sources = (data, settings.eval_data if share is None else ())
+    datasets = [_read_samples(checkpoint, paths, settings, workload) for paths in sources if paths]
+    if share is not None:
+        datasets = [*datasets[0].split(share, settings.seed)]
     if plan is None and settings.seq_length is None and not settings.packing:
         # The longest sample decides the sequence length.
         num_tokens = max(int(dataset.lengths.max()) for dataset in datasets)

@@ -61,8 +61,8 @@ class RunReporter:
             self._bar.start()
         if resumed is not None:
             for reason in resumed.refused:
-                self._print(f"skipped: {reason}")
-            self._print(f"resuming after step {step}, from {resumed.path}")
+                self.say(f"skipped: {reason}")
+            self.say(f"resuming after step {step}, from {resumed.path}")
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Report the metrics of a step or of an evaluation."""
@@ -72,7 +72,7 @@ class RunReporter:
             for name, value in _scalars(metrics).items():
                 self._board.add_scalar(name, value, step)
         if "eval_loss" in metrics:
-            self._print(f"step {step}: evaluation loss {metrics['eval_loss']:.4f}")
+            self.say(f"step {step}: evaluation loss {metrics['eval_loss']:.4f}")
             return
         self._recent.append((metrics["tokens"], metrics["seconds"]))
         tokens, seconds = map(sum, zip(*self._recent, strict=True))
@@ -80,9 +80,9 @@ class RunReporter:
         self._bar.update(self._task, completed=step, description=text)
         is_shown = step in (1, self._num_steps) or step % -(-self._num_steps // _LINES) == 0
         if is_shown and not self._console.is_terminal:
-            self._print(f"step {step}/{self._num_steps}  {text}")
+            self.say(f"step {step}/{self._num_steps}  {text}")
         if metrics["is_skipped"]:
-            self._print(f"step {step} was skipped: gradients overflowed float16")
+            self.say(f"step {step} was skipped: gradients overflowed float16")
 
     def close(self) -> None:
         """Restore the terminal, and flush all events to the disk."""
@@ -91,7 +91,7 @@ class RunReporter:
         if self._board is not None:
             self._board.close()
 
-    def _print(self, text: str) -> None:
+    def say(self, text: str) -> None:
         """Print a line above the progress bar."""
         self._console.print(text, markup=False, soft_wrap=True)
 

@@ -28,7 +28,7 @@ from duoka.forecast.workload import Workload
 from duoka.models.boxes import TensorCopy
 from duoka.models.conversion import Recipe, plan_tensors
 from duoka.models.from_checkpoint import build_model
-from duoka.models.lora import LoraAdapter, published_form, put_adapter
+from duoka.models.lora import LoraAdapter, published_form, put_adapter, refuse_other_model
 from duoka.runtime.load.sources import Reader, Source, list_sources
 
 from .write_errors import name_write_errors
@@ -145,6 +145,8 @@ def write_merged(
     model = build_model(base, Workload(dtype="float32"))
     sources = list_sources(base)
     recipe = plan_tensors(model, {name: source.shape for name, source in sources.items()})
+    if adapter is not None:
+        refuse_other_model(model, adapter)
     changes = _Changes(model, adapter, parameters or {})
     changes.refuse_unplaced(recipe)
     with (

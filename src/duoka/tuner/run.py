@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from math import inf, isnan
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from duoka.models.lora import LoraAdapter
 from duoka.planner.plan import Plan
 from duoka.runtime.load.adapter import read_adapter
 
+from .checkpoints import checkpoint_steps
 from .settings import TuneSettings
 from .write_errors import name_write_errors
 
@@ -89,7 +91,10 @@ class RunDirectory:
     def way_on(self) -> str:
         """The hint for continuing the run after a failure."""
         if any(self.checkpoints.glob("step-*")):
-            return "the last checkpoint is intact: continue from it with --resume"
+            return (
+                "the last checkpoint is intact: continue from it with --resume, or get its result "
+                f"with `duoka tune --export {self.path}`"
+            )
         return (
             "nothing was saved: start again with --resume, or with the same command if no step "
             "was made"
@@ -242,6 +247,16 @@ class RunDirectory:
                     entry = json.loads(line)
                     if isinstance(entry, dict) and isinstance(entry.get("step"), int):
                         yield entry
+
+    def read_evaluations(self) -> dict[int, float]:
+        """Read the evaluation losses, by step in order; infinite if not a number."""
+        losses = {e["step"]: e["eval_loss"] for e in self.read_metrics() if "eval_loss" in e}
+        return {step: inf if isnan(loss) else loss for step, loss in losses.items()}
+
+    def best_step(self) -> int | None:
+        """Return the step with the lowest evaluation loss of those that have a checkpoint."""
+        losses, saved = self.read_evaluations(), checkpoint_steps(self.checkpoints)
+        return min((step for step in saved if step in losses), key=losses.__getitem__, default=None)
 
     def fail(self, error: DuokaError) -> bool:
         """Write the failure of a process to a file; return False if another process did before."""

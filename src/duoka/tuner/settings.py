@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Literal, get_args
@@ -32,13 +33,18 @@ TrainOn = Literal["all", "last"]
 _SEQ_LENGTH = 2048
 _RATES: dict[TuneMethod, float] = {"lora": 1e-4, "qlora": 1e-4, "full": 1e-5}
 _WARMUP_SHARE = 0.03
+_NUM_INTERVALS = 10  # by default a run has as many checkpoints and evaluations
 # The minimum of each integer setting; those in `_OPTIONAL` may be None.
 _MINIMA = {
     **dict.fromkeys(("seq_length", "batch", "micro_batch", "epochs", "steps", "keep"), 1),
-    **dict.fromkeys(("lora_rank", "lora_alpha"), 1),
+    **dict.fromkeys(("lora_rank", "lora_alpha", "early_stopping"), 1),
     **dict.fromkeys(("warmup", "save_every", "eval_every", "seed"), 0),
 }
-_OPTIONAL = ("seq_length", "steps", "warmup", "lora_alpha")
+_OPTIONAL = (
+    *("seq_length", "steps", "warmup", "lora_alpha"),
+    *("save_every", "eval_every", "early_stopping"),
+)
+_SHARE = re.compile(r"(\d+(?:\.\d+)?)%", re.ASCII)
 _CHOICES = {
     "method": TuneMethod, "train_on": TrainOn, "lr_schedule": Decay, "experts": Experts,
 }  # fmt: skip
@@ -51,7 +57,8 @@ class TuneSettings:
     Parameters
     ----------
     eval_data : tuple of str
-        Files or directories with samples on which the loss is evaluated.
+        Files or directories with samples on which the loss is evaluated; or a share of the training
+        data to set aside for it, as ("5%",).
     train_on : {"all", "last"}
         Train on all of the assistant's answers in a conversation, or on the last one.
     seq_length : int, optional
@@ -94,10 +101,14 @@ class TuneSettings:
         Pipeline schedule of the stages.
     seed : int
         Seed for the order of samples, the initial values of adapters, and dropout.
-    save_every, eval_every : int
-        Steps between checkpoints or evaluations; 0 for only one at the end.
+    save_every, eval_every : int, optional
+        Steps between checkpoints or evaluations; 0 for only one at the end. By default a tenth of
+        the run, and checkpoints 15 minutes after the last one if that is sooner.
     keep : int
-        Number of checkpoints to keep.
+        Number of newest checkpoints to keep, beside the one with the best evaluation loss.
+    early_stopping : int, optional
+        Number of evaluations in a row without a better loss after which the run ends; its result is
+        then that of the best evaluation.
     merge : bool
         Write a merged checkpoint at the end instead of an adapter.
 
@@ -134,9 +145,10 @@ class TuneSettings:
     host_memory: str | None = None
     schedule: Schedule = "1f1b"
     seed: int = 0
-    save_every: int = 0
-    eval_every: int = 0
+    save_every: int | None = None
+    eval_every: int | None = None
     keep: int = 2
+    early_stopping: int | None = None
     merge: bool = False
 
     def __post_init__(self) -> None:
@@ -161,6 +173,8 @@ class TuneSettings:
                 f"{self.micro_batch}",
                 hint=f"use a multiple of {self.micro_batch}",
             )
+        if self.eval_share is None and not self.eval_data and self.early_stopping is not None:
+            raise UsageError("early stopping needs evaluation data", hint="--eval 5%, or a file")
         self._training(self.lora_target)  # refuses invalid values
 
     def _refuse_rates(self) -> None:
@@ -182,6 +196,25 @@ class TuneSettings:
             )
 
     @property
+    def eval_share(self) -> float | None:
+        """The share of the training data that is set aside for evaluations; None for files."""
+        shares = [_SHARE.fullmatch(text) for text in self.eval_data]
+        if not any(shares):
+            return None
+        share = float(shares[0][1]) / 100 if shares[0] is not None else 0.0
+        if len(shares) > 1 or not 0 < share < 1:
+            raise UsageError(
+                f"the evaluation data is {', '.join(self.eval_data)}; it must be one share between "
+                "0% and 100%, or files",
+                hint="for example 5%",
+            )
+        return share
+
+    def interval(self, every: int | None, num_steps: int) -> int:
+        """Return the steps between checkpoints or evaluations for a setting; 0 for none."""
+        return -(-num_steps // _NUM_INTERVALS) if every is None else every
+
+    @property
     def learning_rate(self) -> float:
         """The maximum learning rate, with the method's default."""
         return _RATES[self.method] if self.lr is None else self.lr
@@ -196,7 +229,7 @@ class TuneSettings:
         if self.method == "full":
             raise UsageError(
                 "an adapter to start from can't be combined with full training",
-                hint="merge it into a checkpoint (duoka tune --merge), then train that",
+                hint="train the checkpoint that `duoka merge MODEL ADAPTER --out DIR` writes",
             )
         settings = adapter.training_settings
         return replace(

@@ -51,7 +51,8 @@ class StepReport:
     """Report of an optimizer step.
 
     `loss` is the mean over the trained tokens; `is_skipped` means that float16 gradients overflowed
-    and the weights are unchanged; `stops` means that a process was asked to stop after this step.
+    and the weights are unchanged; `saves` means that some process wants a checkpoint of this step,
+    and `stops` that one was asked to stop after it.
     """
 
     step: int
@@ -63,6 +64,7 @@ class StepReport:
     trained_tokens: int
     seconds: float
     is_skipped: bool
+    saves: bool
     stops: bool
     processes: tuple[ProcessReport, ...]
 
@@ -74,7 +76,7 @@ class StepReport:
 # replica that runs a micro-batch.
 #
 # After the passes each process all-gathers [loss, squared norm of its gradients, seconds waited,
-# peak allocated, peak reserved, asked to stop]. From the same numbers all processes take the same
+# peak allocated, peak reserved, save, stop]. From the same numbers all processes take the same
 # decisions: to stop, to skip the step, and by how much to clip. The norm is computed from the
 # processes of replica 0, which together hold each parameter once.
 class Trainer:
@@ -95,7 +97,7 @@ class Trainer:
         )
         self._num_steps = num_steps
         self._gradients = GradientSum(layout, part.all_trained, part.trained)
-        self.is_asked_to_stop = False
+        self.is_save_due = self.is_asked_to_stop = False
         self._is_in_half = part.plan.workload.dtype == "float16"
         self._is_scaled = self._is_in_half and part.training.master_weights
         self.scale = _FIRST_SCALE if self._is_scaled else 1.0
@@ -122,8 +124,8 @@ class Trainer:
         dist.barrier()  # wait until all processes have finished their passes
         waited += time.perf_counter() - passed
         self._gradients.finish()
-        stops = self.is_asked_to_stop
-        gathered = _gather([sum(losses), self._squared_norm(), waited, *self._peaks(), stops])
+        wishes = self.is_save_due, self.is_asked_to_stop
+        gathered = _gather([sum(losses), self._squared_norm(), waited, *self._peaks(), *wishes])
         self._refuse_nonfinite_loss(number, micro_batches, losses, gathered[:, 0])
         norm = self._total_norm(gathered)
         self._refuse_nonfinite_norm(number, norm)
@@ -139,7 +141,8 @@ class Trainer:
             trained_tokens=step.trained_tokens,
             seconds=seconds,
             is_skipped=is_skipped,
-            stops=bool(gathered[:, 5].any()),
+            saves=bool(gathered[:, 5].any()),
+            stops=bool(gathered[:, 6].any()),
             processes=tuple(
                 ProcessReport(
                     device=device,
@@ -306,7 +309,7 @@ class Trainer:
             remedy = "the first steps already failed: check the weights and these samples"
         else:
             remedy = "start a run with a lower --lr, a longer --warmup or a lower --max-grad-norm"
-        every = self._settings.save_every
+        every = self._settings.interval(self._settings.save_every, self._num_steps)
         is_saved = bool(every) and number >= every
         return f"{remedy}; the last checkpoint is intact" if is_saved else remedy
 

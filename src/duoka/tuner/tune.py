@@ -13,8 +13,9 @@ from types import FrameType
 import torch
 
 from duoka.base.progress import say
+from duoka.base.text import choose
 from duoka.checkpoint.checkpoint import Checkpoint
-from duoka.errors import DuokaError, TrainingError
+from duoka.errors import DuokaError, TrainingError, UsageError
 from duoka.hardware.fleet import Fleet
 from duoka.models.from_checkpoint import build_model
 from duoka.models.lora import adapter_of, fill_adapter
@@ -24,7 +25,7 @@ from duoka.stages.rendezvous import Rendezvous
 from duoka.workers.group import WorkerGroup
 from duoka.workers.signals import handle_signals
 
-from .checkpoints import SavedParameters, TrainingCheckpoints
+from .checkpoints import SavedParameters, checkpoint_path, checkpoint_steps
 from .layout import Layout
 from .prepare import NumReplicas, TuneRun, plans_for, prepare, prove_plans
 from .report import RunReport, make_report
@@ -50,7 +51,13 @@ class TuneResult:
         The signal that stopped the run before its last step; the run can be resumed. None if the
         run was completed, or not started.
     result : Path, optional
-        The directory of the adapter or merged checkpoint; None if the run was not completed.
+        The directory of the adapter or merged checkpoint, of the best evaluation if the settings
+        have early stopping, else of the last step. None if nothing was saved, and for a stopped run
+        without an adapter, whose model `export_result` writes.
+    result_step : int, optional
+        The step of `result`.
+    best : Path, optional
+        The checkpoint with the best evaluation loss; None without evaluations.
     report : RunReport, optional
         Measurements beside the forecast; None if the run was not completed.
     """
@@ -59,6 +66,8 @@ class TuneResult:
     steps: int
     stopped_by: int | None = None
     result: Path | None = None
+    result_step: int | None = None
+    best: Path | None = None
     report: RunReport | None = None
 
 
@@ -226,24 +235,73 @@ def _finish_run(directory: RunDirectory, stopped_by: int | None = None) -> TuneR
     """Return the outcome of a run; write report and result of a completed run."""
     # Steps are counted by checkpoints, not by metrics: a killed run may have metrics of unsaved
     # steps, and after a crash of the machine the last metrics may be lost.
-    steps = max(TrainingCheckpoints(directory.checkpoints, {}).steps, default=0)
-    if stopped_by is not None:
-        return TuneResult(directory=directory.path, steps=steps, stopped_by=stopped_by)
+    steps = max(checkpoint_steps(directory.checkpoints), default=0)
+    run, best = directory.read(), directory.best_step()
+    report = result = step = None
+    if stopped_by is None:
+        metrics = list(directory.read_metrics())
+        has_steps = any("loss" in entry for entry in metrics)
+        report = make_report(Layout(run.plans), metrics) if has_steps else None
+        if report is not None:
+            directory.write_report(asdict(report))
+    # Merging takes too long for a process that is asked to stop.
+    if stopped_by is None or (steps and run.settings.method != "full"):
+        step = steps if best is None or run.settings.early_stopping is None else best
+        result = _write_result(directory, run, step, merge=run.settings.merge and not stopped_by)
+    return TuneResult(
+        directory=directory.path,
+        steps=steps,
+        stopped_by=stopped_by,
+        result=result,
+        result_step=step,
+        best=None if best is None else checkpoint_path(directory.checkpoints, best),
+        report=report,
+    )
+
+
+def export_result(path: str | os.PathLike[str], *, merge: bool = False) -> Path:
+    """Write the adapter or merged model of a run's checkpoint, also while the run goes on.
+
+    Parameters
+    ----------
+    path : path
+        The directory of a run, for its newest checkpoint, or one of its checkpoints.
+    merge : bool
+        Merge the adapter into a copy of the model's checkpoint.
+
+    Returns
+    -------
+    Path
+        ``adapter`` or ``model`` in the run's directory, for a given checkpoint with its name, as in
+        ``adapter-step-000100``.
+
+    Raises
+    ------
+    UsageError
+        If the path is neither a run nor a checkpoint of one, or nothing was saved yet.
+    CheckpointError
+        If the checkpoint is damaged.
+    """
+    absolute = Path(path).resolve()  # also of the link "best"
+    directory, name = RunDirectory(Path(path)), ""
+    if not directory.is_written and absolute.parent.name == directory.checkpoints.name:
+        directory, name = RunDirectory(absolute.parent.parent), absolute.name
     run = directory.read()
-    metrics = list(directory.read_metrics())
-    has_steps = any("loss" in entry for entry in metrics)
-    report = make_report(Layout(run.plans), metrics) if has_steps else None
-    if report is not None:
-        directory.write_report(asdict(report))
-    result = _write_result(directory, run, steps)
-    return TuneResult(directory=directory.path, steps=steps, result=result, report=report)
+    steps = checkpoint_steps(directory.checkpoints)
+    if not steps:
+        raise UsageError(f"{directory.path} has no checkpoint yet", hint="wait for its first one")
+    names = [checkpoint_path(directory.checkpoints, step).name for step in steps]
+    step = steps[names.index(choose("the checkpoint", name or names[-1], names))]
+    return _write_result(directory, run, step, merge=merge, suffix=f"-{name}" if name else "")
 
 
-def _write_result(directory: RunDirectory, run: TuneJob, steps: int) -> Path:
-    """Write the adapter or the merged model of the last checkpoint; return its directory."""
+def _write_result(
+    directory: RunDirectory, run: TuneJob, step: int, *, merge: bool, suffix: str = ""
+) -> Path:
+    """Write the adapter or the merged model of a checkpoint; return its directory."""
     say("writing the result")
     checkpoint, workload = run.checkpoint(), run.plans[0].workload
-    trained = SavedParameters(TrainingCheckpoints(directory.checkpoints, {}).path(steps))
+    trained = SavedParameters(checkpoint_path(directory.checkpoints, step))
     training = workload.training
     assert training is not None, "the plan is for training"
     adapter = None
@@ -254,8 +312,8 @@ def _write_result(directory: RunDirectory, run: TuneJob, steps: int) -> Path:
             # Take over the adapter's scaling: lora_alpha of the plan is rounded to an integer.
             fill_adapter(model, former_adapter)
         adapter = adapter_of(model, trained, base=checkpoint.name)
-    is_merged = adapter is None or run.settings.merge
-    name = "model" if is_merged else "adapter"
+    is_merged = adapter is None or merge
+    name = ("model" if is_merged else "adapter") + suffix
     with directory.new_result(name) as path:
         if adapter is None or is_merged:
             parameters = trained if adapter is None else None

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
@@ -34,6 +35,8 @@ from .trainer import LostError, Trainer
 
 # Errors of a collective operation after another process has ended.
 _LOST = re.compile("Connection|Broken pipe|(?i:gloo)")
+# Unless the settings say otherwise, no more than this time of training can be lost.
+_SAVE_SECONDS = 15 * 60
 
 
 def work(directory: RunDirectory, prepare: Callable[[], None] | None = None) -> bool:
@@ -137,6 +140,9 @@ class _Worker:
             "method": part.training.method,
         }
         self._checkpoints = TrainingCheckpoints(directory.checkpoints, identity, keep=settings.keep)
+        self._save_every = settings.interval(settings.save_every, self._num_steps)
+        self._eval_every = settings.interval(settings.eval_every, self._num_steps)
+        self._saved_at = time.monotonic()
         self._reporter: RunReporter | None = None  # in the first process only
         self._busy_shares: dict[str, float] = {}
 
@@ -169,38 +175,67 @@ class _Worker:
         done = self._resume()
         if done and self._lacks_evaluation(done):
             self._evaluate(done)
+        if self._stops_early():
+            return True
         for step in range(done + 1, self._num_steps + 1):
+            waited = time.monotonic() - self._saved_at
+            self._trainer.is_save_due = self._settings.save_every is None and waited > _SAVE_SECONDS
             report = self._trainer.step(step - 1, self._batches[step - 1])
             share = report.processes[dist.get_rank()].busy_share
             self._busy_shares = {str(self._part.device): share}
             if self._reporter is not None:
                 self._reporter.write(asdict(report))
-            if report.stops or self._is_due(step, self._settings.save_every):
+            wants_save = report.stops or report.saves
+            # The checkpoint of an evaluated step may turn out to be the best one.
+            if wants_save or self._is_due(step, self._save_every) or self._is_evaluated(step):
                 self._save(step)
             if report.stops and step < self._num_steps:
                 return False
             if self._lacks_evaluation(step):
                 self._evaluate(step)
+                if self._stops_early():
+                    return True
         return True
 
     def _is_due(self, step: int, every: int) -> bool:
         """Return True at the last step, and at every multiple of `every` unless 0."""
         return step == self._num_steps or bool(every and step % every == 0)
 
+    def _is_evaluated(self, step: int) -> bool:
+        """Return True if an evaluation is due after a step."""
+        return bool(self._eval_steps) and self._is_due(step, self._eval_every)
+
     def _lacks_evaluation(self, step: int) -> bool:
         """Return True in every process if an evaluation is due, and missing from the metrics."""
-        if not self._eval_steps or not self._is_due(step, self._settings.eval_every):
+        if not self._is_evaluated(step):
             return False
-        evaluated = (e["step"] for e in self._directory.read_metrics() if "eval_loss" in e)
-        lacks = torch.tensor(self._is_first and step not in evaluated)
-        dist.broadcast(lacks, 0)
-        return bool(lacks)
+        return self._decide(lambda: step not in self._directory.read_evaluations())
+
+    def _stops_early(self) -> bool:
+        """Return True in every process if the last evaluations didn't improve on an earlier one."""
+        limit = self._settings.early_stopping
+
+        def is_reached() -> bool:
+            losses = [*self._directory.read_evaluations().values()]
+            return bool(losses) and len(losses) - 1 - losses.index(min(losses)) >= (limit or 0)
+
+        is_over = limit is not None and self._decide(is_reached)
+        if is_over and self._reporter is not None:
+            self._reporter.say(f"no better evaluation loss in {limit} evaluations: training ends")
+        return is_over
+
+    def _decide(self, condition: Callable[[], bool]) -> bool:
+        """Return the value of a condition in the first process, in every process."""
+        value = torch.tensor(self._is_first and condition())
+        dist.broadcast(value, 0)
+        return bool(value)
 
     def _evaluate(self, step: int) -> None:
         """Compute the evaluation loss after a step; the first process reports the loss."""
         loss = self._trainer.evaluate(self._eval_steps)
         if self._reporter is not None:
             self._reporter.write({"step": step, "eval_loss": loss})
+            self._checkpoints.keep_best(self._directory.best_step())
 
     def _stop(self, *_: Any) -> None:
         """Request a stop after the current step; handles SIGTERM and SIGINT."""
@@ -214,6 +249,7 @@ class _Worker:
             self._trainer.steps_since_scaled = resumed.state["steps_since_scaled"]
         if self._is_first:
             self._reporter = RunReporter(self._directory, self._num_steps, resumed)
+            self._checkpoints.keep_best(self._directory.best_step())
         devices.reset_peaks(self._part.device)
         return 0 if resumed is None else resumed.step
 
@@ -222,6 +258,7 @@ class _Worker:
         trainer = self._trainer
         state = {"scale": trainer.scale, "steps_since_scaled": trainer.steps_since_scaled}
         self._checkpoints.save(step, self._part.trained, trainer.optimizer, state)
+        self._saved_at = time.monotonic()
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,28 @@ def test_what_isnt_samples_is_refused(tmp_path: Path, make_dataset: Any) -> None
         path.write_bytes(damaged)
         with pytest.raises(FormatError, match="can't be read, or has no samples"):
             Dataset.load(path)
+
+
+@pytest.mark.parametrize(("share", "number"), [(0.05, 1), (0.25, 5), (0.5, 10), (0.99, 19)])
+def test_a_share_of_the_rows_is_set_aside(share: float, number: int, make_dataset: Any) -> None:
+    dataset = make_dataset([10] * 40)
+    dataset = replace(dataset, lines=np.arange(40) // 2)  # two samples of each row
+    trained, evaluated = dataset.split(share, seed=3)
+    assert len(evaluated) == 2 * number
+    assert len(trained) == 40 - len(evaluated)
+    assert not {*trained.lines} & {*evaluated.lines}
+    for part in (trained, evaluated):
+        for sample in range(len(part)):
+            line = int(part.lines[sample])
+            whole = [dataset.tokens(at)[0].tolist() for at in (2 * line, 2 * line + 1)]
+            assert part.tokens(sample)[0].tolist() in whole
+    assert [*dataset.split(share, seed=3)[1].lines] == [*evaluated.lines]
+    assert {*dataset.split(share, seed=4)[1].lines} != {*evaluated.lines} or number == 19
+
+
+def test_a_share_of_one_row_is_of_its_samples(make_dataset: Any) -> None:
+    dataset = make_dataset([10] * 8)
+    trained, evaluated = replace(dataset, lines=np.ones(8, np.int64)).split(0.25, seed=0)
+    assert (len(trained), len(evaluated)) == (6, 2)
+    with pytest.raises(UsageError, match=r"one sample, and 0\.25 of it can't be set aside"):
+        make_dataset([10]).split(0.25, seed=0)

@@ -6,7 +6,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,44 @@ class Dataset:
         """Return a sample's token ids, and the mask of its trained tokens."""
         span = slice(int(self.ends[sample] - self.lengths[sample]), int(self.ends[sample]))
         return self.ids[span], self.is_trained[span]
+
+    def split(self, share: float, seed: int) -> tuple[Dataset, Dataset]:
+        """Split into the samples to train on and a random share of the rows to evaluate on.
+
+        The samples of a row stay together, because they may have the beginning of a conversation in
+        common; if there is only one row, such as a text file, its samples are split.
+
+        Raises
+        ------
+        UsageError
+            If there is only one sample.
+        """
+        places = np.stack([self.file_numbers, self.lines])
+        units = np.unique(places, axis=1, return_inverse=True)[1].ravel()
+        if not units.any():
+            units = np.arange(len(self))
+        number = int(units.max()) + 1
+        if number == 1:
+            raise UsageError(
+                f"the data has one sample, and {share:.3g} of it can't be set aside",
+                hint="give more data, or a file to --eval",
+            )
+        chosen = np.random.default_rng(seed).permutation(number)
+        chosen = chosen[: min(max(1, round(share * number)), number - 1)]
+        is_evaluated = np.isin(units, chosen)
+        return self._select(~is_evaluated), self._select(is_evaluated)
+
+    def _select(self, is_wanted: npt.NDArray[np.bool_]) -> Dataset:
+        """Return a dataset of some of the samples."""
+        tokens = np.repeat(is_wanted, self.lengths)
+        return replace(
+            self,
+            ids=self.ids[tokens],
+            is_trained=self.is_trained[tokens],
+            ends=self.lengths[is_wanted].cumsum(),
+            file_numbers=self.file_numbers[is_wanted],
+            lines=self.lines[is_wanted],
+        )
 
     def place(self, sample: int) -> str:
         """Return the place of a sample in the data, as "file:line"."""
