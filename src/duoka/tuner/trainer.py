@@ -115,8 +115,7 @@ class Trainer:
     def step(self, number: int, step: OptimizerStep) -> StepReport:
         """Train on the micro-batches of step `number`, from 0, and update the weights."""
         begin = time.perf_counter()
-        replicas = len(self._layout.plans)
-        micro_batches = step.of_replica(self._replica, replicas)
+        micro_batches = step.of_replica(self._replica, len(self._layout.plans))
         rate = self._settings.rate_at(number, self._num_steps)
         losses, waited = self._run(micro_batches, step.trained_tokens, number=number)
         devices.synchronize(self._part.device)
@@ -124,12 +123,12 @@ class Trainer:
         dist.barrier()  # wait until all processes have finished their passes
         waited += time.perf_counter() - passed
         self._gradients.finish()
-        wishes = self.is_save_due, self.is_asked_to_stop
-        gathered = _gather([sum(losses), self._squared_norm(), waited, *self._peaks(), *wishes])
+        gathered = _gather([sum(losses), self._squared_norm(), waited, *self._peaks_and_wishes()])
         self._refuse_nonfinite_loss(number, micro_batches, losses, gathered[:, 0])
         norm = self._total_norm(gathered)
         self._refuse_nonfinite_norm(number, norm)
         is_skipped = self._advance(norm, rate)
+        saves, stops = gathered[:, 5:].bool().any(dim=0).tolist()
         seconds = time.perf_counter() - begin
         return StepReport(
             step=number + 1,
@@ -141,8 +140,8 @@ class Trainer:
             trained_tokens=step.trained_tokens,
             seconds=seconds,
             is_skipped=is_skipped,
-            saves=bool(gathered[:, 5].any()),
-            stops=bool(gathered[:, 6].any()),
+            saves=saves,
+            stops=stops,
             processes=tuple(
                 ProcessReport(
                     device=device,
@@ -226,10 +225,14 @@ class Trainer:
             return 0.0
         return float(torch.nn.utils.get_total_norm(gradients)) ** 2 / self.scale**2
 
-    def _peaks(self) -> tuple[int, int]:
-        """Return the peaks of allocated and reserved bytes; zeros if the device has no counts."""
+    def _peaks_and_wishes(self) -> tuple[int, int, bool, bool]:
+        """Return the peaks of allocated and reserved bytes, and whether to save and to stop.
+
+        Peaks are zeros if the device has no counts.
+        """
         peak = devices.peak_bytes(self._part.device)
-        return (0, 0) if peak is None else (peak.allocated_bytes, peak.reserved_bytes)
+        peaks = (0, 0) if peak is None else (peak.allocated_bytes, peak.reserved_bytes)
+        return *peaks, self.is_save_due, self.is_asked_to_stop
 
     def _total_norm(self, gathered: Tensor) -> float:
         """Return the norm of the whole model's gradients, equal in every replica."""
