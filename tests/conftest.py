@@ -80,7 +80,7 @@ def _leave_to_the_night(items: list[pytest.Function]) -> None:
         elif item.get_closest_marker("slow"):
             others.append(item)
     tests = list(_cases(others))
-    due = set(turns.in_turn([cases[0] for cases in tests if len(cases) == 1], turns.THIRDS))
+    due = set(turns.in_turn([cases[0] for cases in tests if len(cases) == 1]))
     for cases in tests:
         if len(cases) > 1:
             due.update(turns.in_turn(cases, min(turns.PARTS, len(cases))))
@@ -89,9 +89,9 @@ def _leave_to_the_night(items: list[pytest.Function]) -> None:
 
 
 def _leave_out_of_the_quick_run(items: list[pytest.Function]) -> None:
-    """Mark all but the first case of each test: together they are slow, and a third is due."""
+    """Mark all but the first case of each test: together they are slow, and a sixth is due."""
     for cases in _cases(item for item in items if not any(map(item.get_closest_marker, _LATER))):
-        due = set(turns.in_turn(cases[1:], turns.THIRDS))
+        due = set(turns.in_turn(cases[1:]))
         for item in cases[1:]:
             item.add_marker("slow" if item in due else "nightly")
 

@@ -34,7 +34,7 @@ import reference
 from doctoring import machine
 from progress import without_progress
 from reference import VARIABLES
-from turns import THIRDS, in_turn
+from turns import in_turn
 
 import duoka
 from duoka.cli.main import run
@@ -178,10 +178,10 @@ NO_FORKS = ("docs/exports.md", "docs/gpus.md")
 RUN = [page for page in PAGES if commands(page) and page != "README.zh-CN.md"]
 
 
-# README's at each commit, a third of the others by turn.
+# README's at each commit, a sixth of the others by turn.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", ["README.md", *in_turn([p for p in RUN if p != "README.md"], THIRDS)]
+    "page", ["README.md", *in_turn([p for p in RUN if p != "README.md"])]
 )
 def test_commands(page: str, workplace: Path, request: pytest.FixtureRequest) -> None:
     if page not in NO_FORKS:
@@ -221,7 +221,7 @@ def at_its_place(command: Command, root: Path, patch: pytest.MonkeyPatch) -> Com
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", in_turn([p for p in ENGLISH if commands(p)], THIRDS))
+@pytest.mark.parametrize("page", in_turn([p for p in ENGLISH if commands(p)]))
 def test_situations(
     page: str, belongings: Path, tmp_path: Path, quick_start: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

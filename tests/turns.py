@@ -1,11 +1,10 @@
 """What one commit tests, and what it leaves to `make nightly`.
 
-Five things go by turn: the rare families of transformers, a sixth each time; the cases of a
-parametrized test that are marked slow, a sixth and at least one; the other slow tests, a third; a
-third of the cases beyond the first of each test, which `make test` runs; and the commands of a
-third of the pages. The commit's hash selects one of six turns, so a commit always tests the same.
-DUOKA_TURN=k selects turn k, and DUOKA_TURN=all, which `make nightly` sets, tests all. A few tests
-that take minutes are for the night alone (NIGHTLY).
+A sixth of these goes by turn: the rare families of transformers; the cases of a parametrized test
+that are marked slow, at least one; the other slow tests; the cases beyond the first of each test,
+which `make test` runs; and the commands of the pages. The commit's hash selects one of six turns,
+so a commit always tests the same. DUOKA_TURN=k selects turn k, and DUOKA_TURN=all, which `make
+nightly` sets, tests all. A few tests that take minutes are for the night alone (NIGHTLY).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-PARTS, THIRDS = 6, 3
+PARTS = 6
 VARIABLE = "DUOKA_TURN"
 
 Case = TypeVar("Case")
