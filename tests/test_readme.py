@@ -180,9 +180,7 @@ RUN = [page for page in PAGES if commands(page) and page != "README.zh-CN.md"]
 
 # README's at each commit, a sixth of the others by turn.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "page", ["README.md", *in_turn([p for p in RUN if p != "README.md"])]
-)
+@pytest.mark.parametrize("page", ["README.md", *in_turn([p for p in RUN if p != "README.md"])])
 def test_commands(page: str, workplace: Path, request: pytest.FixtureRequest) -> None:
     if page not in NO_FORKS:
         request.getfixturevalue("quick_programs")

@@ -252,6 +252,7 @@ def make_report(layout: Layout, step: int, **changes: Any) -> StepReport:
         trained_tokens=50,
         seconds=2.0,
         is_skipped=False,
+        saves=False,
         stops=False,
         processes=tuple(processes),
     )

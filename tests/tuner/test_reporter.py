@@ -30,11 +30,6 @@ def layout(llama: Path) -> Layout:
     return make_layout(llama, TuneSettings(seq_length=32), stages=2)
 
 
-@pytest.fixture(autouse=True)
-def no_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("duoka.tuner.reporter.find_spec", lambda name: None)
-
-
 def steps(layout: Layout, numbers: Iterator[int] | range, **changes: Any) -> list[dict[str, Any]]:
     return [asdict(make_report(layout, step, **changes)) for step in numbers]
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from duoka import TuneSettings
 from duoka.cli.main import run
 from duoka.errors import CheckpointError, UsageError
+from duoka.runtime.load.adapter import read_adapter
 from duoka.tuner import worker
 from duoka.tuner.run import RunDirectory
 from duoka.tuner.trainer import Trainer
@@ -169,3 +170,11 @@ def test_a_result_of_nothing_is_refused(train: Train, tmp_path: Path) -> None:
         path.rename(tmp_path / path.name)
     with pytest.raises(UsageError, match="has no checkpoint yet"):
         export_result(result.directory)
+
+
+@pytest.mark.parametrize(("rslora", "scale"), [(False, 6 / 4), (True, 6 / 2)])
+def test_adapters_have_the_scale_of_their_kind(rslora: bool, scale: float, train: Train) -> None:
+    result = train(steps=1, lora_rank=4, lora_alpha=6, rslora=rslora)
+    assert result.result is not None
+    layers = read_adapter(result.result).layers.values()
+    assert {(layer.rank, layer.scaling) for layer in layers} == {(4, scale)}

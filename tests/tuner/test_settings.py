@@ -109,7 +109,7 @@ def test_they_are_written_and_read(tmp_path: Path, llama: Path, options: Any) ->
     plain = {**asdict(TuneSettings()), **options}
     content = json.loads((tmp_path / "run.json").read_text())["settings"]
     changed = {name for name, value in content.items() if value != plain[name]}
-    assert changed <= {"dtype", "quantize", "eval_data", "lora_target"}
+    assert changed <= {"dtype", "quantize", "eval_data", "lora_target", "report_to"}
 
 
 @pytest.mark.parametrize(

@@ -105,8 +105,12 @@ class TuneOptions(OptionGroup):
     lr: float | None = _how("RATE", "Peak learning rate. By default 1e-4, with --train full 1e-5.")
     lr_schedule: str | None = _how(
         "NAME",
-        "Learning rate schedule: cosine (the default), linear or constant.",
-        values=("cosine", "linear", "constant"),
+        "Learning rate schedule after the warmup: cosine (the default), linear, constant, "
+        "cosine_with_restarts, polynomial or inverse_sqrt.",
+        values=(
+            *("cosine", "linear", "constant"),
+            *("cosine_with_restarts", "polynomial", "inverse_sqrt"),
+        ),
     )
     warmup: int | None = _how("STEPS", "Warmup steps. By default 3 % of all steps.", min=0)
     optimizer: str | None = _how(
@@ -118,6 +122,7 @@ class TuneOptions(OptionGroup):
     )
     lora_rank: int | None = _how("N", "LoRA rank. By default 8.", min=1)
     lora_alpha: int | None = _how("N", "LoRA alpha. By default twice the rank.", min=1)
+    rslora: bool = _how_flag("Divide --lora-alpha by the square root of the rank (rsLoRA).")
     lora_dropout: float | None = _how("SHARE", "LoRA dropout. By default 0.")
     lora_target: list[str] | None = _how(
         "NAME", "Modules that get adapters, by name suffix. Repeatable."
@@ -173,6 +178,11 @@ class TuneOptions(OptionGroup):
         "RUN",
         "Write the adapter of a run's newest checkpoint, or of RUN/checkpoints/step-N, and stop; "
         "with --merge or after --train full the model.",
+    )
+    report_to: list[str] | None = _run(
+        "NAMES",
+        "Where metrics go beside metrics.jsonl: tensorboard (the default if installed), wandb, "
+        "swanlab. Repeatable.",
     )
     merge: bool = _run_flag("Merge the adapter and write a whole checkpoint.")
     config: Path | None = _run(
@@ -243,10 +253,10 @@ def _refuse_conflicts(options: TuneOptions) -> None:
             "gpus", "replicas", beside="--plan, which already contains the GPUs", hint=either
         )
     if options.method == "full":
-        adapters = "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "adapter"
+        adapters = "lora_rank", "lora_alpha", "rslora", "lora_dropout", "lora_target", "adapter"
         options.refuse(*adapters, beside="--train full, which has no adapters", hint=either)
     if options.adapter is not None:
-        shape = "lora_rank", "lora_alpha", "lora_target"
+        shape = "lora_rank", "lora_alpha", "rslora", "lora_target"
         options.refuse(*shape, beside="--adapter, which has its own settings", hint=either)
     if options.steps is not None:
         options.refuse("epochs", beside="--steps", hint="use one of them")
@@ -266,6 +276,7 @@ def _settings(options: TuneOptions) -> TuneSettings:
         "quantize": read_quantization,
         "eval_data": tuple,
         "lora_target": tuple,
+        "report_to": lambda names: tuple(name for text in names for name in text.split(",")),
     }
     names = {item.name for item in fields(TuneSettings)} & {*all_but(TuneOptions)}
     values = {name: value for name in names if (value := getattr(options, name)) is not None}

@@ -66,6 +66,8 @@ class Training:
         Rank of the adapters.
     lora_alpha : int, optional
         Adapter outputs are scaled by this number divided by the rank; None is twice the rank.
+    rslora : bool
+        Divide `lora_alpha` by the square root of the rank instead (rsLoRA).
     lora_dropout : float
         Dropout probability of adapter inputs, from 0 to below 1.
     lora_targets : tuple of str
@@ -94,6 +96,7 @@ class Training:
     optimizer: Optimizer = "adamw"
     lora_rank: int = 8
     lora_alpha: int | None = None
+    rslora: bool = False
     lora_dropout: float = 0.0
     lora_targets: tuple[str, ...] = ()
     gradient_checkpointing: bool = False
@@ -381,6 +384,7 @@ class Workload:
                 micro_batches=1,
                 schedule="sequential",
                 lora_alpha=None,
+                rslora=False,
                 lora_dropout=dropout,
             )
         return Conditions(

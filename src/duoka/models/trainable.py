@@ -129,6 +129,7 @@ def _adapt(model: nn.Module, training: Training, dtype: torch.dtype, frozen: Seq
         model,
         r=training.lora_rank,
         lora_alpha=2 * training.lora_rank if training.lora_alpha is None else training.lora_alpha,
+        use_rslora=training.rslora,
         lora_dropout=training.lora_dropout,
         target_modules=known_targets(model, training.lora_targets, frozen) or _ALL_LINEAR,
         exclude_modules=rf"({'|'.join(map(re.escape, frozen))})(\..*)?" if frozen else None,

@@ -10,7 +10,7 @@
 - `dropout`: the same dropout on any number of GPUs
 - `learning_rate`: the learning rate by step
 - `checkpoints`, `optimizer_states`: save a run, and resume it on other GPUs
-- `reporter`: progress of a run; `report`: its summary
+- `reporter`, `trackers`: progress of a run; `report`: its summary
 - `write_errors`: errors of a full disk, with the name of the file
 - `result`: adapters and merged checkpoints in published formats
 """

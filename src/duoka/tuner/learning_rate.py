@@ -1,15 +1,22 @@
-"""Learning rate by step: a linear warm-up, then constant, or a linear or cosine decay to 0.
+"""Learning rate by step: a linear warm-up, then a schedule of `transformers.get_scheduler`.
 
-`transformers.get_scheduler` has the same decays, but starts the warm-up at a rate of 0, so that its
-first step has no effect.
+transformers starts the warm-up at a rate of 0, so that its first step has no effect; here each step
+of the warm-up has the rate that the next one has there.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Literal
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal
 
-Decay = Literal["constant", "linear", "cosine"]
+import torch
+from torch import nn
+from transformers import get_scheduler
+
+Decay = Literal[
+    "cosine", "linear", "constant", "cosine_with_restarts", "polynomial", "inverse_sqrt"
+]
 
 
 def rate_factor(step: int, num_steps: int, warmup_steps: int, decay: Decay) -> float:
@@ -23,9 +30,16 @@ def rate_factor(step: int, num_steps: int, warmup_steps: int, decay: Decay) -> f
     >>> [rate_factor(step, 6, 2, "linear") for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    if decay == "constant":
-        return 1.0
-    remaining = max(0, num_steps - step) / max(1, num_steps - warmup_steps)
-    return remaining if decay == "linear" else (1 - math.cos(math.pi * remaining)) / 2
+    factor = _schedule(decay, num_steps, warmup_steps)
+    return factor(step + 1 if step < warmup_steps else step)
+
+
+@cache
+def _schedule(decay: Decay, num_steps: int, warmup_steps: int) -> Callable[[int], float]:
+    """Return transformers' factor by step."""
+    # Schedulers are made for an optimizer; its rate of 1 makes rates factors.
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
+    name = "constant_with_warmup" if decay == "constant" else decay
+    scheduler: Any = get_scheduler(name, optimizer, warmup_steps, num_steps)
+    factor: Callable[[int], float] = scheduler.lr_lambdas[0]
+    return factor

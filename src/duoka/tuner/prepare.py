@@ -36,6 +36,7 @@ from .result import write_adapter
 from .run import RunDirectory
 from .settings import TuneSettings
 from .suggestions import with_suggestions
+from .trackers import refuse_missing
 
 _LENGTH_MULTIPLE = 8  # sequence lengths are rounded up to a multiple, for tensor cores
 NumReplicas = int | Literal["auto"]
@@ -99,11 +100,14 @@ def prepare(
             f"{checkpoint.name} is an encoder-decoder model, and duoka tune supports causal models",
             hint="use duoka.dispatch(model, plan) with your own training loop",
         )
+    refuse_missing(settings.report_to)
     native_adapter = None
     if adapter is not None:
         native_adapter = native_form(read_adapter(adapter), checkpoint.config)
         settings = settings.starting_from(native_adapter)
-    workload = _check_plan(plan, checkpoint, settings) if plan else settings.workload(checkpoint)
+    if plan is not None:
+        plan = _check_plan(plan, checkpoint, settings)
+    workload = settings.workload(checkpoint) if plan is None else plan.workload
     if native_adapter is not None:
         _refuse_unfit_adapter(native_adapter, checkpoint, workload)
     share = settings.eval_share
@@ -158,20 +162,24 @@ def _refuse_unfit_adapter(adapter: LoraAdapter, checkpoint: Checkpoint, workload
     fill_adapter(model, adapter)
 
 
-def _check_plan(plan: Plan, checkpoint: Checkpoint, settings: TuneSettings) -> Workload:
-    """Return the workload of a given plan; raise UsageError for a plan of another run."""
+def _check_plan(plan: Plan, checkpoint: Checkpoint, settings: TuneSettings) -> Plan:
+    """Return a given plan with the run's scale of adapters, which changes no memory.
+
+    Raises UsageError for a plan of another run.
+    """
     training = plan.workload.training
     if training is None or plan.workload.images:
         purpose = "generating" if training is None else "images, and duoka tune trains on text"
         raise UsageError(f"the plan is for {purpose}", hint="create one with --train lora")
     plan.refuse_other(checkpoint.fingerprint, checkpoint.source)
-    needed = settings.workload(checkpoint).training
+    workload = settings.workload(checkpoint)
+    needed = workload.training
     assert needed is not None, "the settings are for training"
     length = plan.workload.prompt_tokens
     options = {
-        "method": (training.method, needed.method),
+        "train": (training.method, needed.method),
         "batch": (training.micro_batches * plan.workload.batch, settings.batch),
-        "seq-length": (length, settings.seq_length or length),
+        "context": (length, settings.seq_length or length),
         "optimizer": (training.optimizer, needed.optimizer),
         "schedule": (training.schedule, needed.schedule),
         "lora-rank": (training.lora_rank, needed.lora_rank),
@@ -182,7 +190,27 @@ def _check_plan(plan: Plan, checkpoint: Checkpoint, settings: TuneSettings) -> W
                 f"the plan is for --{name} {planned}, not {setting}",
                 hint=f"use --{name} {planned}, or another plan",
             )
-    return plan.workload
+    # Without these options a run takes what its plan has.
+    is_native = workload.dtype == "auto"
+    further: dict[str, tuple[object, object]] = {
+        "lora-dropout": (training.lora_dropout, needed.lora_dropout),
+        "lora-target": (training.lora_targets, needed.lora_targets),
+        "checkpointing": (training.gradient_checkpointing, needed.gradient_checkpointing),
+        "dtype": (plan.workload.dtype, "" if is_native else workload.dtype),
+        "quantize": (plan.workload.quantize, workload.quantize.removeprefix("none")),
+    }
+    for name, (of_plan, wanted) in further.items():
+        if wanted and of_plan != wanted:
+            raise UsageError(
+                f"the plan has another --{name}: {of_plan}, not {wanted}",
+                hint=f"omit --{name}, or create a plan with it",
+            )
+    training = replace(
+        training,
+        rslora=needed.rslora or training.rslora,
+        lora_alpha=needed.lora_alpha or training.lora_alpha,
+    )
+    return replace(plan, workload=replace(plan.workload, training=training))
 
 
 def plans_for(

@@ -1,10 +1,9 @@
-"""Progress of a run: metrics as JSON lines, a progress bar or log lines, and TensorBoard."""
+"""Progress of a run: metrics as JSON lines, a progress bar or log lines, and trackers."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +12,7 @@ from rich.progress import Progress as Bar
 
 from .checkpoints import Resumed
 from .run import RunDirectory
+from .trackers import Tracker
 
 # The displayed speed is the mean of this number of steps.
 _WINDOW = 10
@@ -25,9 +25,9 @@ _SCALARS = ("loss", "eval_loss", "grad_norm", "learning_rate")
 class RunReporter:
     """Reports the metrics of each step and evaluation, in the first process of a run.
 
-    Metrics are appended to ``metrics.jsonl``, shown on standard error, and written for TensorBoard
-    if it is installed. With `resumed`, metrics of steps after the checkpoint's are removed from the
-    file and hidden in TensorBoard, because the run repeats these steps.
+    Metrics are appended to ``metrics.jsonl``, shown on standard error, and sent to `trackers`. With
+    `resumed`, metrics of steps after the checkpoint's are removed from the file, because the run
+    repeats these steps.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class RunReporter:
         num_steps: int,
         resumed: Resumed | None = None,
         console: Console | None = None,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         step = 0 if resumed is None else resumed.step
         directory.forget_after(step)
@@ -43,12 +44,7 @@ class RunReporter:
         self._num_steps = num_steps
         self._recent: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
         self._console = console or Console(stderr=True, highlight=False)
-        self._board: Any = None
-        if find_spec("tensorboard") is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            writer: Any = SummaryWriter
-            self._board = writer(str(directory.tensorboard), purge_step=step + 1, flush_secs=10)
+        self._trackers = trackers
         self._bar = Bar(
             BarColumn(_BAR_WIDTH),
             MofNCompleteColumn(),
@@ -68,9 +64,9 @@ class RunReporter:
         """Report the metrics of a step or of an evaluation."""
         self._directory.note(metrics)
         step = metrics["step"]
-        if self._board is not None:
-            for name, value in _scalars(metrics).items():
-                self._board.add_scalar(name, value, step)
+        scalars = _scalars(metrics)
+        for tracker in self._trackers:
+            tracker.log(scalars, step)
         if "eval_loss" in metrics:
             self.say(f"step {step}: evaluation loss {metrics['eval_loss']:.4f}")
             return
@@ -88,8 +84,8 @@ class RunReporter:
         """Restore the terminal, and flush all events to the disk."""
         if self._console.is_terminal:
             self._bar.stop()
-        if self._board is not None:
-            self._board.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""

@@ -128,8 +128,8 @@ class RunDirectory:
         files = (self._run, self.samples, self.eval_samples, self.metrics, self._failure)
         for path in files:
             path.unlink(missing_ok=True)
-        for path in (self.tensorboard, self.first_adapter):
-            shutil.rmtree(path, ignore_errors=True)
+        for name in (self.tensorboard.name, self.first_adapter.name, "wandb", "swanlab"):
+            shutil.rmtree(self.path / name, ignore_errors=True)
         for path in (self.checkpoints, self.path):
             with suppress(OSError):  # the directory is missing, or contains other files
                 path.rmdir()

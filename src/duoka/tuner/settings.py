@@ -30,6 +30,7 @@ from .learning_rate import Decay, rate_factor
 
 TuneMethod = Literal["lora", "qlora", "full"]
 TrainOn = Literal["all", "last"]
+TRACKERS = ("tensorboard", "wandb", "swanlab")
 _SEQ_LENGTH = 2048
 _RATES: dict[TuneMethod, float] = {"lora": 1e-4, "qlora": 1e-4, "full": 1e-5}
 _WARMUP_SHARE = 0.03
@@ -76,8 +77,9 @@ class TuneSettings:
         Passes over the data; or the number of steps, which replaces `epochs`.
     lr : float, optional
         The maximum learning rate; by default 1e-4, with the method "full" 1e-5.
-    lr_schedule : {"cosine", "linear", "constant"}
-        Decay of the learning rate after the warm-up.
+    lr_schedule : {"cosine", "linear", "constant", "cosine_with_restarts", "polynomial", \
+"inverse_sqrt"}
+        Schedule of the learning rate after the warm-up, as in `transformers.get_scheduler`.
     warmup : int, optional
         Number of warm-up steps; by default 3 % of all steps.
     optimizer : {"adamw", "adamw8bit", "adafactor", "sgd"}
@@ -85,7 +87,7 @@ class TuneSettings:
         Weight decay of matrices.
     max_grad_norm : float
         Norm to which the gradients of all parameters together are clipped; 0 disables clipping.
-    lora_rank, lora_alpha, lora_dropout, lora_target
+    lora_rank, lora_alpha, rslora, lora_dropout, lora_target
         Settings of the adapters, as for `Training`.
     dtype, quantize : str
         Dtype and quantization of the weights, as for `Workload`; the method "qlora" quantizes to
@@ -109,6 +111,9 @@ class TuneSettings:
     early_stopping : int, optional
         Number of evaluations in a row without a better loss after which the run ends; its result is
         then that of the best evaluation.
+    report_to : tuple of {"tensorboard", "wandb", "swanlab"}
+        Where metrics are written beside ``metrics.jsonl``; by default TensorBoard if it is
+        installed.
     merge : bool
         Write a merged checkpoint at the end instead of an adapter.
 
@@ -136,6 +141,7 @@ class TuneSettings:
     max_grad_norm: float = 1.0
     lora_rank: int = 8
     lora_alpha: int | None = None
+    rslora: bool = False
     lora_dropout: float = 0.0
     lora_target: tuple[str, ...] = ()
     dtype: Dtype = "auto"
@@ -149,6 +155,7 @@ class TuneSettings:
     eval_every: int | None = None
     keep: int = 2
     early_stopping: int | None = None
+    report_to: tuple[str, ...] = ()
     merge: bool = False
 
     def __post_init__(self) -> None:
@@ -157,6 +164,7 @@ class TuneSettings:
             "quantize": read_quantization(self.quantize),
             "eval_data": _texts("eval_data", self.eval_data),
             "lora_target": _texts("lora_target", self.lora_target),
+            "report_to": _texts("report_to", self.report_to),
         }
         for name, minimum in _MINIMA.items():
             value = getattr(self, name)
@@ -166,6 +174,8 @@ class TuneSettings:
             object.__setattr__(self, name, value)
         for name, choices in _CHOICES.items():
             choose(name, getattr(self, name), get_args(choices))
+        for name in self.report_to:
+            choose("report_to", name, TRACKERS)
         self._refuse_rates()
         if self.batch % self.micro_batch:
             raise UsageError(
@@ -234,6 +244,7 @@ class TuneSettings:
         settings = adapter.training_settings
         return replace(
             self,
+            rslora=False,
             lora_rank=settings["lora_rank"],
             lora_alpha=settings["lora_alpha"],
             lora_target=settings["lora_targets"],
@@ -270,6 +281,7 @@ class TuneSettings:
             optimizer=self.optimizer,
             lora_rank=self.lora_rank,
             lora_alpha=self.lora_alpha,
+            rslora=self.rslora,
             lora_dropout=self.lora_dropout,
             lora_targets=lora_targets,
             gradient_checkpointing=self.checkpointing,

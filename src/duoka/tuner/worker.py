@@ -31,6 +31,7 @@ from .layout import Layout
 from .part import ModelPart
 from .reporter import RunReporter
 from .run import RunDirectory, TuneJob
+from .trackers import open_trackers
 from .trainer import LostError, Trainer
 
 # Errors of a collective operation after another process has ended.
@@ -248,7 +249,11 @@ class _Worker:
             self._trainer.scale = resumed.state["scale"]
             self._trainer.steps_since_scaled = resumed.state["steps_since_scaled"]
         if self._is_first:
-            self._reporter = RunReporter(self._directory, self._num_steps, resumed)
+            step = 0 if resumed is None else resumed.step
+            trackers = open_trackers(self._directory, self._settings, step)
+            self._reporter = RunReporter(
+                self._directory, self._num_steps, resumed, trackers=trackers
+            )
             self._checkpoints.keep_best(self._directory.best_step())
         devices.reset_peaks(self._part.device)
         return 0 if resumed is None else resumed.step
