@@ -98,6 +98,7 @@ def test_the_warm_up_is_a_share_of_all_steps(
         {"dtype": "bf16", "quantize": "4bit"},
         {"batch": np.int64(4), "lora_rank": np.int32(2), "steps": np.int64(3)},
         {"eval_data": [Path("a.jsonl"), "b"], "lora_target": ["q_proj"]},
+        {"columns": {"prompt": "q", "response": "a"}, "max_samples": 3, "long": "refuse"},
     ],
 )
 def test_they_are_written_and_read(tmp_path: Path, llama: Path, options: Any) -> None:
@@ -143,6 +144,12 @@ def test_they_are_written_and_read(tmp_path: Path, llama: Path, options: Any) ->
         ({"lora_dropout": 1.0}, "lora_dropout is 1.0; it must be at least 0 and below 1"),
         ({"eval_data": "a.jsonl"}, "eval_data is 'a.jsonl'; it must be a tuple of strings"),
         ({"lora_target": "q_proj"}, "lora_target is 'q_proj'; it must be a tuple of strings"),
+        ({"long": "cut"}, "long 'cut' is unknown"),
+        ({"max_samples": 0}, "max_samples is 0; it must be at least 1"),
+        ({"columns": {"question": "q"}}, "columns 'question' is unknown"),
+        ({"columns": {"prompt": "q"}}, "columns names prompt; it must name a prompt"),
+        ({"columns": {"response": "q", "system": "s"}}, "columns names response, system; it must"),
+        ({"columns": {"text": "t", "messages": "m"}}, "columns names text, messages; it must"),
         ({"batch": 6, "micro_batch": 4}, "a batch of 6 is not divisible into micro-batches of 4"),
     ],
 )

@@ -342,6 +342,26 @@ def test_sequences_are_as_long_as_the_longest_sample(
     assert not (tmp_path / "run").exists()
 
 
+def test_data_are_read_as_the_settings_say(tmp_path: Path, chats: Path, models: Any) -> None:
+    """Columns and the maximum of samples; weights are those of files for training only."""
+    runs: list[TuneRun] = []
+    rows = [{"ask": "a", "say": "b"}, {"ask": "c", "say": "d"}, {"ask": "e", "say": "f" * 200}]
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    columns = {"prompt": "ask", "response": "say"}
+    more = {"columns": columns, "max_samples": 6, "eval_data": (str(tmp_path / "a.jsonl"),)}
+    duoka.tune(
+        models("llama"), [str(chats), f"{tmp_path / 'a.jsonl'}=2"], WHOLE, save=tmp_path / "run",
+        replicas=1, settings=TuneSettings(**{**SETTINGS, **more}),
+        show=lambda run: bool(runs.append(run)),
+    )  # fmt: skip
+    (run,) = runs
+    assert run.samples.file_numbers.tolist() == [0, 0, 0, 1, 1]
+    assert len(run.samples.draw(0, 0)) == 3 + 2 * 2
+    assert [(row.line, row.kind) for row in run.samples.bad_rows] == [(3, "too long")]
+    assert run.eval_samples is not None
+    assert (len(run.eval_samples), run.eval_samples.weights) == (2, ())
+
+
 # ── what goes wrong ──
 
 

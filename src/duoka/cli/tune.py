@@ -71,9 +71,15 @@ class TuneOptions(OptionGroup):
 
     data: list[str] | None = argument(
         "DATA",
-        "Files or directories: JSON lines (messages, ChatGLM3 and ShareGPT conversations, Alpaca, "
-        "prompt and completion, text), JSON, CSV, Parquet, or plain text.",
+        "Files or directories: JSON lines (messages, ChatGLM3 and ShareGPT conversations, "
+        "questions with answers as in Alpaca, prompt and completion, text), JSON, CSV, Parquet, or "
+        "plain text. FILE=2 takes each sample twice per epoch, FILE=0.5 half of them.",
     )
+    columns: str | None = _data(
+        "NAMES",
+        "Columns: prompt=q,response=a (also query, system, history, tools, messages, text).",
+    )
+    max_samples: int | None = _data("N", "Maximum number of training samples.", min=1)
     train_on: str | None = _data(
         "WHICH",
         "Assistant turns to train on: all (the default) or the last one of each chat.",
@@ -83,6 +89,12 @@ class TuneOptions(OptionGroup):
         "TOKENS",
         "Maximum sequence length in tokens. By default that of the longest sample, at most 2K.",
         names=("--context",),
+    )
+    long: str | None = _data(
+        "HOW",
+        "Rows beyond the sequence length: truncate (the default: drop turns of conversations, skip "
+        "rows of which nothing fits) or refuse.",
+        values=("truncate", "refuse"),
     )
     packing: bool = _data_flag(
         "Pack several samples into a sequence; no sample attends to another."
@@ -266,12 +278,22 @@ def _refuse_conflicts(options: TuneOptions) -> None:
             raise UsageError(f"{option_name} needs --eval", hint="--eval DATA, or --eval 5%")
 
 
+def _read_columns(text: str) -> dict[str, str]:
+    """Read names of columns, such as prompt=question,response=answer."""
+    pairs = [pair.partition("=")[::2] for pair in text.split(",")]
+    columns = {role.strip(): column.strip() for role, column in pairs}
+    if len(columns) < len(pairs):
+        raise UsageError(f"--columns {text} names a role twice", hint="name each role once")
+    return columns
+
+
 def _settings(options: TuneOptions) -> TuneSettings:
     """Convert the given options to settings; the settings' defaults apply to the others."""
     from duoka.tuner.settings import TuneSettings
 
     readers: dict[str, Callable[[Any], Any]] = {
         "seq_length": parse_tokens,
+        "columns": _read_columns,
         "dtype": read_dtype,
         "quantize": read_quantization,
         "eval_data": tuple,
@@ -293,6 +315,9 @@ def _print_plans(run: TuneRun, *, goes_on: bool) -> bool:
     for plan in run.plans:
         console.print(render_plan(plan))
     console.print(render_preview(run.samples, run.tokenizer, _NUM_PREVIEWED))
+    if run.eval_samples is not None:
+        console.print("\nfor evaluation", style="bold")
+        console.print(render_preview(run.eval_samples, run.tokenizer, 0))
     return goes_on
 
 

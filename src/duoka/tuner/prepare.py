@@ -147,10 +147,10 @@ def _read_samples(
     return read_dataset(
         paths,
         chat_format(tokenizer, checkpoint.config, checkpoint.generation_config),
+        settings,
         # A packed row ends with one token of padding: see `TrainingMicroBatch.length`.
         seq_length=workload.prompt_tokens - settings.packing,
-        train_on=settings.train_on,
-        skip_bad=settings.skip_bad,
+        is_training=paths is not settings.eval_data,
     )
 
 

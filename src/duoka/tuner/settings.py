@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Literal, get_args
 
@@ -30,6 +31,9 @@ from .learning_rate import Decay, rate_factor
 
 TuneMethod = Literal["lora", "qlora", "full"]
 TrainOn = Literal["all", "last"]
+LongChats = Literal["truncate", "refuse"]
+COLUMNS = ("prompt", "query", "response", "messages", "text", "system", "history", "tools")
+"""Roles of columns; the last three are context, which may be named alone."""
 TRACKERS = ("tensorboard", "wandb", "swanlab")
 _SEQ_LENGTH = 2048
 _RATES: dict[TuneMethod, float] = {"lora": 1e-4, "qlora": 1e-4, "full": 1e-5}
@@ -38,16 +42,17 @@ _NUM_INTERVALS = 10  # by default a run has as many checkpoints and evaluations
 # The minimum of each integer setting; those in `_OPTIONAL` may be None.
 _MINIMA = {
     **dict.fromkeys(("seq_length", "batch", "micro_batch", "epochs", "steps", "keep"), 1),
-    **dict.fromkeys(("lora_rank", "lora_alpha", "early_stopping"), 1),
+    **dict.fromkeys(("lora_rank", "lora_alpha", "early_stopping", "max_samples"), 1),
     **dict.fromkeys(("warmup", "save_every", "eval_every", "seed"), 0),
 }
 _OPTIONAL = (
     *("seq_length", "steps", "warmup", "lora_alpha"),
-    *("save_every", "eval_every", "early_stopping"),
+    *("save_every", "eval_every", "early_stopping", "max_samples"),
 )
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)%", re.ASCII)
 _CHOICES = {
     "method": TuneMethod, "train_on": TrainOn, "lr_schedule": Decay, "experts": Experts,
+    "long": LongChats,
 }  # fmt: skip
 
 
@@ -62,6 +67,14 @@ class TuneSettings:
         data to set aside for it, as ("5%",).
     train_on : {"all", "last"}
         Train on all of the assistant's answers in a conversation, or on the last one.
+    columns : mapping of str to str
+        Names of the data's columns by their roles "prompt", "query" (a text after the prompt, or in
+        place of it), "response", "system", "history", "tools", "messages" and "text".
+    max_samples : int, optional
+        Maximum number of samples for training: the first of each file, of all files as many.
+    long : {"truncate", "refuse"}
+        Conversations longer than `seq_length`: drop the turns that don't fit, and skip rows of
+        which nothing fits; or refuse them.
     seq_length : int, optional
         Maximum tokens of a sequence. The default is the length of the longest sample, at most 2048
         or the model's limit; with packing, it is that maximum itself.
@@ -125,6 +138,9 @@ class TuneSettings:
 
     eval_data: tuple[str, ...] = ()
     train_on: TrainOn = "all"
+    columns: Mapping[str, str] = field(default_factory=dict)
+    max_samples: int | None = None
+    long: LongChats = "truncate"
     seq_length: int | None = None
     packing: bool = False
     skip_bad: bool = False
@@ -165,6 +181,7 @@ class TuneSettings:
             "eval_data": _texts("eval_data", self.eval_data),
             "lora_target": _texts("lora_target", self.lora_target),
             "report_to": _texts("report_to", self.report_to),
+            "columns": _columns(self.columns),
         }
         for name, minimum in _MINIMA.items():
             value = getattr(self, name)
@@ -291,6 +308,20 @@ class TuneSettings:
             schedule=self.schedule,
             rows="packed" if self.packing else "unpadded",
         )
+
+
+def _columns(columns: Mapping[str, str]) -> dict[str, str]:
+    """Check the roles of columns: together they name one form of rows, or only its context."""
+    for role in columns:
+        choose("columns", role, COLUMNS)
+    contents = {role.replace("query", "prompt") for role in columns if role in COLUMNS[:-3]}
+    if contents and contents not in ({"prompt", "response"}, {"messages"}, {"text"}):
+        raise UsageError(
+            f"columns names {', '.join(columns)}; it must name a prompt (or query) and a response, "
+            "or messages, or text",
+            hint="for example prompt=question,response=answer",
+        )
+    return dict(columns)
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:

@@ -82,6 +82,9 @@ def test_chatglm2(chatglm2: ChatFormat) -> None:
             chatglm2.prompt(refused)
     with pytest.raises(UsageError, match="tool calls"):
         chatglm2.prompt([user("a")], tools=[WEATHER])
+    call = ChatMessage(role="assistant", content="", calls=(BEIJING,))
+    with pytest.raises(UsageError, match="tool calls"):
+        chatglm2.sample([user("a"), call], None, "observation")
 
 
 @pytest.mark.parametrize("name", ["chatglm2", "chatglm3", "glm4"])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -47,6 +48,46 @@ def test_every_sample_comes_once_an_epoch(make_dataset: Any, packing: bool) -> N
     assert rows_of(again[0]) == rows_of(epochs[0][0])
     other = Batches(data, batch=4, micro_batch=2, packing=packing, seed=4)
     assert samples_of(other[0]) != samples_of(epochs[0][0])
+
+
+@pytest.mark.parametrize(
+    ("weight", "numbers"),
+    [(0.5, [2, 2]), (1.5, [6, 6]), (0.75, [3, 3, 3, 3]), (2, [8]), (0.001, [1, 1, 1, 1])],
+)
+def test_weights_of_files(make_dataset: Any, weight: float, numbers: list[int]) -> None:
+    """`numbers` are the samples drawn from the second file in each epoch."""
+    data = replace(
+        make_dataset([5, 6, 7, 8, 9, 10]),
+        file_numbers=np.array([0, 0, 1, 1, 1, 1], np.int32),
+        files=("a.jsonl", "b.jsonl"),
+        weights=(1.0, weight),
+    )
+    batches = Batches(data, batch=4, seed=3)
+    total: Counter[int] = Counter()
+    for epoch, number in enumerate(numbers):
+        start = epoch * batches.steps_per_epoch
+        steps = [batches[start + step] for step in range(batches.steps_per_epoch)]
+        drawn = Counter(sample for step in steps for sample in samples_of(step))
+        assert {step.epoch for step in steps} == {epoch}
+        assert drawn[0] == drawn[1] == 1
+        of_file = [drawn[sample] for sample in range(2, 6)]
+        assert sum(of_file) == number
+        assert max(of_file) - min(of_file) <= 1
+        total += drawn
+    # After these epochs all samples of the file were drawn equally often.
+    assert len({total[sample] for sample in range(2, 6)}) == 1
+    again = Batches(data, batch=4, seed=3)
+    assert [samples_of(again[step]) for step in range(3)] == [
+        samples_of(batches[step]) for step in range(3)
+    ]
+    assert data.fingerprint != replace(data, weights=()).fingerprint
+
+
+def test_weights_of_packed_samples(make_dataset: Any) -> None:
+    data = replace(make_dataset([5, 6, 7]), weights=(2.0,))
+    batches = Batches(data, batch=1, packing=True)
+    steps = [batches[step] for step in range(batches.steps_per_epoch)]
+    assert sorted(sample for step in steps for sample in samples_of(step)) == [0, 0, 1, 1, 2, 2]
 
 
 def test_without_shuffling_it_is_the_files_order(make_dataset: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from duoka import TuneSettings
 from duoka.errors import FormatError, UsageError
 from duoka.models.text.prompts import ChatFormat
 from duoka.tuner.data import BadRow, Dataset, read_dataset
@@ -47,26 +48,35 @@ def test_samples_lie_one_behind_the_other(tmp_path: Path, chat: ChatFormat) -> N
 
 def test_bad_rows(tmp_path: Path, chat: ChatFormat) -> None:
     good = chat_row("a", "b")
-    long = {"messages": [*good["messages"], *chat_row("a", "b" * 50)["messages"]]}
+    long = chat_row("a", "b" * 50)
     path = write(
         tmp_path / "a.jsonl", good, long, 3, {"a": 1}, chat_row("a", "b", weight=0), {"text": "e"}
     )
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError, match=r"3 of 6 rows are invalid\n  .*:3: "):
         read_dataset([path], chat, seq_length=20)
+    with pytest.raises(UsageError) as refused:
+        read_dataset([path], chat, TuneSettings(long="refuse"), seq_length=20)
     assert str(refused.value) == "\n".join([
         "4 of 6 rows are invalid",
-        f"  {path}:2: it has at least 61 tokens; the sequence length is 20",
+        f"  {path}:2: it has at least 55 tokens; the sequence length is 20",
         f"  {path}:3: the line contains a JSON number; expected an object",
-        f"  {path}:4: its keys are a; supported: messages, conversations, instruction and output, "
-        "prompt and completion, or text",
+        f"  {path}:4: its keys are a; supported: messages, conversations, a question and its "
+        "answer (instruction and output, query and response, …), prompt and completion, or text; "
+        "--columns names other keys",
         f"  {path}:5: it has no tokens to train on",
     ])  # fmt: skip
     assert "--skip-bad" in str(refused.value.hint)
-    data = read_dataset([path], chat, seq_length=20, skip_bad=True)
+    data = read_dataset([path], chat, settings=TuneSettings(skip_bad=True), seq_length=20)
     assert data.lines.tolist() == [1, 6], "of a bad row nothing is left"
     assert [row.line for row in data.bad_rows] == [2, 3, 4, 5]
+    assert [row.kind for row in data.bad_rows] == [
+        *("too long", "unreadable", "of an unknown form", "without trained tokens"),
+    ]
     assert data.bad_rows[0] == BadRow(
-        file=str(path), line=2, reason="it has at least 61 tokens; the sequence length is 20"
+        file=str(path),
+        line=2,
+        reason="it has at least 55 tokens; the sequence length is 20",
+        kind="too long",
     )
     alone = read_dataset([write(tmp_path / "b.jsonl", good, {"text": "e"})], chat, seq_length=20)
     for name in ("ids", "is_trained", "ends"):
@@ -81,7 +91,7 @@ def test_many_bad_rows_are_counted(tmp_path: Path, chat: ChatFormat) -> None:
     assert max(map(len, str(refused.value).splitlines())) < 1000, "reasons are short"
     assert str(refused.value).endswith("… and 2 more")
     with pytest.raises(UsageError, match=r"no samples in .*: 12 of 12 rows"):
-        read_dataset([path], chat, seq_length=20, skip_bad=True)
+        read_dataset([path], chat, settings=TuneSettings(skip_bad=True), seq_length=20)
 
 
 def test_no_rows(tmp_path: Path, chat: ChatFormat) -> None:
@@ -99,7 +109,7 @@ def test_which_answers_are_learnt(tmp_path: Path, chat: ChatFormat) -> None:
     messages = chat_row("a", "b")["messages"] + chat_row("c", "d")["messages"]
     path = write(tmp_path / "a.jsonl", {"messages": messages})
     learnt = {
-        which: read_dataset([path], chat, seq_length=20, train_on=which)
+        which: read_dataset([path], chat, settings=TuneSettings(train_on=which), seq_length=20)
         for which in ("all", "last")
     }
     assert learnt["all"].trained_tokens.tolist() == [4]
@@ -140,7 +150,10 @@ def test_what_isnt_samples_is_refused(tmp_path: Path, make_dataset: Any) -> None
 def test_a_share_of_the_rows_is_set_aside(share: float, number: int, make_dataset: Any) -> None:
     dataset = make_dataset([10] * 40)
     dataset = replace(dataset, lines=np.arange(40) // 2)  # two samples of each row
+    dataset = replace(dataset, weights=(2.0,), num_dropped=(1,))
     trained, evaluated = dataset.split(share, seed=3)
+    assert (trained.weights, trained.num_dropped) == ((2.0,), (1,))
+    assert (evaluated.weights, evaluated.num_dropped) == ((), ()), "each sample once"
     assert len(evaluated) == 2 * number
     assert len(trained) == 40 - len(evaluated)
     assert not {*trained.lines} & {*evaluated.lines}
@@ -159,3 +172,65 @@ def test_a_share_of_one_row_is_of_its_samples(make_dataset: Any) -> None:
     assert (len(trained), len(evaluated)) == (6, 2)
     with pytest.raises(UsageError, match=r"one sample, and 0\.25 of it can't be set aside"):
         make_dataset([10]).split(0.25, seed=0)
+
+
+def test_long_conversations(tmp_path: Path, chat: ChatFormat) -> None:
+    messages = [*chat_row("a", "b")["messages"], *chat_row("c", "d" * 50)["messages"]]
+    path = write(tmp_path / "a.jsonl", {"messages": messages * 2}, chat_row("e", "f"))
+    data = read_dataset([path], chat, seq_length=20)
+    assert data.lengths.tolist() == [6, 6]
+    assert data.num_dropped == (6,)
+    refusing = TuneSettings(long="refuse")
+    with pytest.raises(
+        UsageError, match=r"a\.jsonl:1: it has at least 61 tokens; the sequence len"
+    ):
+        read_dataset([path], chat, refusing, seq_length=20)
+    # Of these nothing fits.
+    completion = {"prompt": "a" * 30, "completion": "b"}
+    path = write(tmp_path / "b.jsonl", chat_row("e", "f" * 30), completion, chat_row("e", "f"))
+    data = read_dataset([path], chat, seq_length=20)
+    assert data.lengths.tolist() == [6]
+    assert [(row.line, row.kind) for row in data.bad_rows] == [(1, "too long"), (2, "too long")]
+    with pytest.raises(UsageError, match="2 of 3 rows are invalid"):
+        read_dataset([path], chat, refusing, seq_length=20)
+    (tmp_path / "c.jsonl").write_text(json.dumps(completion))
+    with pytest.raises(UsageError, match=r"no samples in .*: 1 of 1 rows"):
+        read_dataset([tmp_path / "c.jsonl"], chat, seq_length=20)
+
+
+def test_named_columns(tmp_path: Path, chat: ChatFormat) -> None:
+    path = write(tmp_path / "a.jsonl", {"ask": "a", "say": "b", "id": 3}, {"ask": "c", "say": "d"})
+    named = TuneSettings(columns={"prompt": "ask", "response": "say"})
+    data = read_dataset([path], chat, named, seq_length=20)
+    plain = read_dataset(
+        [write(tmp_path / "b.jsonl", chat_row("a", "b"), chat_row("c", "d"))], chat, seq_length=20
+    )
+    assert data.ids.tolist() == plain.ids.tolist()
+    missing = TuneSettings(columns={"prompt": "ask", "response": "say", "system": "persona"})
+    with pytest.raises(UsageError, match="no row has the column 'persona'") as refused:
+        read_dataset([path], chat, missing, seq_length=20)
+    assert refused.value.hint == "columns of the last row: ask, say"
+    # Rows for evaluation may have another form.
+    rows = read_dataset([tmp_path / "b.jsonl"], chat, missing, seq_length=20, is_training=False)
+    assert rows.ids.tolist() == plain.ids.tolist()
+
+
+def test_weights_and_the_most_samples(tmp_path: Path, chat: ChatFormat) -> None:
+    first = write(tmp_path / "a.jsonl", *[chat_row("a", str(at)) for at in range(6)], 3)
+    second = write(tmp_path / "b.jsonl", *[chat_row("b", str(at)) for at in range(2)])
+    (tmp_path / "c.txt").write_text("c" * 100)
+    paths = [f"{first}=0.5", str(second), f"{tmp_path / 'c.txt'}=2"]
+    most = TuneSettings(max_samples=9)
+    data = read_dataset(paths, chat, most, seq_length=20)
+    assert data.weights == (0.5, 1.0, 2.0)
+    assert data.file_numbers.tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2]
+    assert data.lines.tolist() == [1, 2, 3, 1, 2, 1, 1, 1, 1], "the first of each file"
+    assert len(data.draw(0, 0)) == 2 + 2 + 8
+    data.save(tmp_path / "samples")
+    assert Dataset.load(tmp_path / "samples").weights == data.weights
+    with pytest.raises(UsageError, match=r"a\.jsonl:7"):
+        read_dataset(paths, chat, seq_length=20)
+    whole = read_dataset([second], chat, most, seq_length=20, is_training=False)
+    assert (len(whole), whole.weights) == (2, ())
+    with pytest.raises(UsageError, match=r"no training data at .*=2"):
+        read_dataset([f"{second}=2"], chat, seq_length=20, is_training=False)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from duoka.errors import UsageError
 from duoka.tuner.data import files
-from duoka.tuner.data.files import DataRow, data_files, read_rows
+from duoka.tuner.data.files import DataRow, data_files, read_rows, split_weight
 from duoka.tuner.data.rows import Document
 
 
@@ -123,6 +123,36 @@ def test_directories(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=path.name) as refused:
             data_files([path])
         assert ".jsonl" in str(refused.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "weight"),
+    [
+        ("a.jsonl", "a.jsonl", 1),
+        ("a.jsonl=2", "a.jsonl", 2),
+        ("data=0.5", "data", 0.5),
+        ("b=2.jsonl=.25", "b=2.jsonl", 0.25),
+        ("b=2", "b=2", 1),
+        ("a.jsonl=two", "a.jsonl=two", 1),
+        ("a.jsonl=1.2.3", "a.jsonl=1.2.3", 1),
+        ("a.jsonl=2.", "a.jsonl", 2),
+    ],
+)
+def test_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, name: str, weight: float
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("b=2").touch()
+    assert split_weight(path) == (Path(name), weight)
+
+
+@pytest.mark.parametrize("weight", ["0", "-1", "1001", "0.0001"])
+def test_weights_out_of_range(weight: str) -> None:
+    with pytest.raises(
+        UsageError, match=f"the weight of a.jsonl is {weight}; it must be from"
+    ) as e:
+        split_weight(f"a.jsonl={weight}")
+    assert "a.jsonl=0.5" in str(e.value.hint)
 
 
 def test_what_is_no_file(tmp_path: Path) -> None:

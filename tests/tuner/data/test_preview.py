@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from duoka import TuneSettings
 from duoka.models.text.prompts import ChatFormat
 from duoka.tuner.data import Dataset, read_dataset, render_preview
 
@@ -22,14 +23,15 @@ def test_samples_and_what_is_trained(tmp_path: Path, chat: ChatFormat) -> None:
     said = [{"role": "user", "content": "a\x1b[31m [b]"}, {"role": "assistant", "content": "yes"}]
     rows = [{"messages": said}, {"text": "x" * 300}, {"text": "y"}]
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows) + "{}\n" * 7)
-    data = read_dataset([path], chat, seq_length=400, skip_bad=True)
+    data = read_dataset([path], chat, settings=TuneSettings(skip_bad=True), seq_length=400)
     shown = printed(data, chat, 2)
     first, *rest = shown.splitlines()
     assert first == ("3 samples, 320 tokens, of which 305 (95%) are trained; the longest has 301")
     assert rest[:2] == [
-        "7 rows skipped:",
-        f"  {path}:4: its keys are none; supported: messages, conversations, instruction and "
-        "output, prompt and completion, or text",
+        "7 rows skipped (7 of an unknown form)",
+        f"  {path}:4: its keys are none; supported: messages, conversations, a question and its "
+        "answer (instruction and output, query and response, …), prompt and completion, or text; "
+        "--columns names other keys",
     ]
     assert rest[6:] == [
         "  … and 2 more",
@@ -42,3 +44,21 @@ def test_samples_and_what_is_trained(tmp_path: Path, chat: ChatFormat) -> None:
     ]
     assert "\x1b" not in shown
     assert f"{path}:3" in printed(data, chat, 9)
+
+
+def test_skipped_and_truncated_rows_are_counted_by_kind(tmp_path: Path, chat: ChatFormat) -> None:
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    long = {"messages": [said[0], {"role": "assistant", "content": "b" * 30}]}
+    rows = [{"messages": said * 9}, {"messages": said * 3}, {"messages": said * 5}, long, long, {}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows) + "{\n")
+    settings = TuneSettings(skip_bad=True)
+    lines = printed(read_dataset([f"{path}=2"], chat, settings, seq_length=18), chat, 0)
+    assert lines.splitlines()[1:3] == [
+        "6 samples per epoch by the weights of the files",
+        "4 rows skipped (2 too long, 1 of an unknown form, 1 unreadable); 2 conversations "
+        "truncated (16 messages dropped)",
+    ]
+    path.write_text(json.dumps(rows[0]))
+    lines = printed(read_dataset([path], chat, settings, seq_length=18), chat, 0)
+    assert lines.splitlines()[1:] == ["1 conversation truncated (12 messages dropped)"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from duoka.errors import UsageError
 from duoka.models.text.messages import ChatMessage, ToolCall
-from duoka.tuner.data.rows import Chat, Document, PromptCompletion, read_row
+from duoka.tuner.data.rows import Chat, Document, PromptCompletion, read_row, rename_columns
 
 TOOL = {"name": "f", "description": "d", "parameters": {}}
 USER, ANSWER = ChatMessage(role="user", content="q"), ChatMessage(role="assistant", content="a")
@@ -18,6 +18,14 @@ CALL = ChatMessage(role="assistant", content="", calls=(ToolCall(name="f", argum
 RESULT = ChatMessage(role="observation", content="1")
 OPENAI = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+
+CALL_TEXT = '{"name": "f", "arguments": {"x": 1}}'
+
+
+def calls(*ids: str) -> tuple[ToolCall, ...]:
+    """Calls of f with x of 1, 2 …"""
+    return tuple(ToolCall(name="f", arguments={"x": x}, id=ids[x - 1]) for x in (1, 2))
+
 
 CHATS: dict[str, tuple[dict[str, Any], Chat]] = {
     "messages": ({"messages": OPENAI, "id": 3}, Chat(messages=(USER, ANSWER))),
@@ -122,6 +130,148 @@ CHATS: dict[str, tuple[dict[str, Any], Chat]] = {
         {"instruction": "q", "input": "", "output": "a", "system": "s", "history": [["q", "a"]]},
         Chat(messages=(SYSTEM, USER, ANSWER, USER, ANSWER)),
     ),
+    "Dolly": (
+        {"instruction": "q", "context": "1", "response": "a", "category": "open_qa"},
+        Chat(messages=(ChatMessage(role="user", content="q\n1"), ANSWER)),
+    ),
+    "ms-swift's query": (
+        {"system": "s", "query": "q", "response": "a", "history": [["q", "a"]]},
+        Chat(messages=(SYSTEM, USER, ANSWER, USER, ANSWER)),
+    ),
+    "ms-swift's other names": (
+        {"system_prompt": "s", "question": "q", "answer": "a", "history": []},
+        Chat(messages=(SYSTEM, USER, ANSWER)),
+    ),
+    "ChatGLM-6B": (
+        {"prompt": "q", "response": "a", "history": '[["q", "a"]]'},
+        Chat(messages=(USER, ANSWER, USER, ANSWER)),
+    ),
+    "AdvertiseGen": ({"content": "q", "summary": "a"}, Chat(messages=(USER, ANSWER))),
+    "a table with every column": (
+        {
+            "instruction": "",
+            "output": "",
+            "query": "q",
+            "response": "a",
+            "messages": [],
+            "input": "",
+        },
+        Chat(messages=(USER, ANSWER)),
+    ),
+    "a table with empty and missing columns": (
+        {"instruction": "q", "output": None, "response": "a", "query": "", "prompt": None},
+        Chat(messages=(USER, ANSWER)),
+    ),
+    "an input without an instruction": (
+        {"instruction": "", "input": "q", "output": "a"},
+        Chat(messages=(USER, ANSWER)),
+    ),
+    "ms-swift's exchanges": (
+        {"system": "s", "conversation": [{"human": "q", "assistant": "a"}] * 2},
+        Chat(messages=(SYSTEM, USER, ANSWER, USER, ANSWER)),
+    ),
+    "XTuner": (
+        {
+            "conversation": [
+                {"system": "s", "input": "q", "output": "a", "output_with_loss": False},
+                {"input": "q", "output": "a"},
+            ]
+        },
+        Chat(messages=(SYSTEM, USER, ANSWER, USER, ANSWER), unweighted=frozenset({0, 1, 2})),
+    ),
+    "exchanges of conversations": (
+        {"conversations": '[{"human": "q", "assistant": "a"}]'},
+        Chat(messages=(USER, ANSWER)),
+    ),
+    "parallel calls": (
+        {
+            "messages": [
+                OPENAI[0],
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [
+                        {
+                            "id": call_id,
+                            "type": "function",
+                            "function": {"name": "f", "arguments": x},
+                        }
+                        for call_id, x in (("1", '{"x": 1}'), ("2", '{"x": 2}'))
+                    ],
+                },
+                {"role": "tool", "content": "two", "tool_call_id": "2"},
+                {"role": "tool", "content": "one", "tool_call_id": "1"},
+                OPENAI[1],
+            ]
+        },
+        Chat(
+            messages=(
+                USER,
+                ChatMessage(role="assistant", content="", calls=calls("1", "2")),
+                ChatMessage(role="observation", content="one", call_id="1"),
+                ChatMessage(role="observation", content="two", call_id="2"),
+                ANSWER,
+            )
+        ),
+    ),
+    "ShareGPT's parallel calls": (
+        {
+            "conversations": [
+                *TURNS,
+                {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+                {"from": "function_call", "value": '{"name": "f", "arguments": "{\\"x\\": 2}"}'},
+                {"from": "observation", "value": "1"},
+                {"from": "observation", "value": "1"},
+                TURNS[1],
+            ]
+        },
+        Chat(
+            messages=(
+                USER,
+                ChatMessage(role="assistant", content="a", calls=calls("", "")),
+                RESULT,
+                RESULT,
+                ANSWER,
+            )
+        ),
+    ),
+    "ms-swift's parallel calls": (
+        {
+            "messages": [
+                OPENAI[0],
+                {"role": "tool_call", "content": '[{"name": "f", "arguments": {"x": 1}}]'},
+                {"role": "tool_call", "content": {"name": "f", "arguments": {"x": 2}}},
+                {"role": "tool_response", "content": "1"},
+                {"role": "tool", "content": "1"},
+                OPENAI[1],
+            ],
+            "tools": '[{"name": "f", "description": "d", "parameters": {}}]',
+        },
+        Chat(
+            messages=(
+                USER,
+                ChatMessage(role="assistant", content="", calls=calls("", "")),
+                RESULT,
+                RESULT,
+                ANSWER,
+            ),
+            tools=(TOOL,),
+        ),
+    ),
+    "a call that is not trained beside one that is": (
+        {
+            "conversations": [
+                TURNS[0],
+                {"from": "function_call", "value": CALL_TEXT, "weight": 0},
+                {"from": "function_call", "value": CALL_TEXT},
+            ]
+        },
+        Chat(messages=(USER, CALL, CALL), unweighted=frozenset({1})),
+    ),
+    "prompt and response that are chats": (
+        {"prompt": OPENAI[:1], "response": OPENAI[1:]},
+        Chat(messages=(USER, ANSWER)),
+    ),
     "prompt and completion that are chats": (
         {"prompt": OPENAI[:1], "completion": OPENAI[1:]},
         Chat(messages=(USER, ANSWER)),
@@ -136,6 +286,67 @@ def test_chats(name: str) -> None:
     assert read_row({**row, "text": None}) == chat, "a table has every column in every row"
 
 
+NAMED: dict[str, tuple[dict[str, str], dict[str, Any], Any]] = {
+    "a question and its answer": (
+        {"prompt": "ask", "response": "label"},
+        {
+            "ask": "q",
+            "label": "a",
+            "instruction": "x",
+            "input": "x",
+            "text": "x",
+            "messages": OPENAI,
+        },
+        Chat(messages=(USER, ANSWER)),
+    ),
+    "a question without a prompt": (
+        {"query": "ask", "response": "say"},
+        {"ask": "q", "say": "a"},
+        Chat(messages=(USER, ANSWER)),
+    ),
+    "all of an exchange": (
+        {"prompt": "p", "query": "i", "response": "r", "system": "persona", "history": "h"},
+        {"p": "q", "i": "1", "r": "a", "persona": "s", "h": [["q", "a"]], "system": "x"},
+        Chat(
+            messages=(SYSTEM, USER, ANSWER, ChatMessage(role="user", content="q\n1"), ANSWER),
+        ),
+    ),
+    "optional ones are missing": (
+        {"prompt": "p", "response": "r", "system": "persona", "history": "h"},
+        {"p": "q", "r": "a", "system": "x"},
+        Chat(messages=(USER, ANSWER)),
+    ),
+    "messages": (
+        {"messages": "chat"},
+        {"chat": OPENAI, "text": "x"},
+        Chat(messages=(USER, ANSWER)),
+    ),
+    "a text": ({"text": "response"}, {"response": "a", "query": "x"}, Document(["a"])),
+    "context alone": (
+        {"system": "persona"},
+        {"persona": "s", "query": "q", "response": "a"},
+        Chat(messages=(SYSTEM, USER, ANSWER)),
+    ),
+    "a row of another form": (
+        {"prompt": "ask", "response": "say"},
+        {"messages": OPENAI},
+        Chat(messages=(USER, ANSWER)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_columns(name: str) -> None:
+    columns, row, content = NAMED[name]
+    assert read_row(rename_columns(row, columns)) == content
+
+
+def test_a_row_without_a_named_column() -> None:
+    row = rename_columns({"ask": "q"}, {"prompt": "ask", "response": "say"})
+    with pytest.raises(UsageError, match="'output' is not a string, but of type NoneType"):
+        read_row(row)
+
+
 def test_texts() -> None:
     assert read_row({"prompt": "", "completion": "a"}) == PromptCompletion("", "a")
     assert read_row({"messages": None, "text": "a"}) == Document(["a"])
@@ -144,6 +355,7 @@ def test_texts() -> None:
 BAD: dict[str, Any] = {
     "its keys are none": {},
     "its keys are question; supported: messages": {"question": "q"},
+    "--columns names other keys": {"response": "a"},
     "there are no messages": {"messages": []},
     "'messages' is not a list": {"messages": {"role": "user"}},
     "not valid JSON": {"messages": "x"},
@@ -155,15 +367,18 @@ BAD: dict[str, Any] = {
     "message 1: a message has a part that is not text": {
         "messages": [{"role": "user", "content": [{"type": "image"}]}, OPENAI[1]]
     },
-    "message 2 is an empty answer": {
-        "messages": [OPENAI[0], {"role": "assistant", "content": " \n"}]
-    },
+    "message 2 is an empty": {"messages": [OPENAI[0], {"role": "assistant", "content": " \n"}]},
     "message 2: 'reasoning_content' isn't supported": {
         "messages": [OPENAI[0], {**OPENAI[1], "reasoning_content": "hm"}]
     },
-    "message 2: a message calls 2 tools": {
-        "messages": [OPENAI[0], {"role": "assistant", "tool_calls": [{}, {}]}]
+    "message 2: a string in place of an object is not valid JSON": {
+        "conversations": [TURNS[0], {"from": "function_call", "value": "f(1)"}]
     },
+    "message 1: a message has a part that is not text, but of type 'reasoning'": {
+        "messages": [{"role": "assistant", "content": [{"type": "reasoning", "value": "hm"}]}]
+    },
+    "'documents' isn't supported here": {"query": "q", "response": "a", "documents": ["d"]},
+    "message 1: 'answer' is not a string": {"conversation": [{"question": "q", "answer": 3}]},
     "message 2: a tool call has no name": {
         "messages": [OPENAI[0], {"role": "assistant", "tool_calls": [{"function": {}}]}]
     },
@@ -176,7 +391,7 @@ BAD: dict[str, Any] = {
     },
     "the last message is not an answer": {"messages": [*OPENAI, OPENAI[0]]},
     "an unpaired surrogate": {"text": "\ud800"},
-    "a tool, or a call of one, is not valid text": {
+    "a tool is not valid text": {
         "messages": OPENAI,
         "tools": [{**TOOL, "name": "\ud800"}],
     },
@@ -186,6 +401,12 @@ BAD: dict[str, Any] = {
         "output": "a",
         "history": [["q"]],
     },
+    "'history' is not a list of question-answer pairs": {
+        "query": "q",
+        "response": "a",
+        "history": OPENAI,
+    },
+    "message 2 is an empty answer": {"instruction": "q", "output": "", "text": "q a"},
     "'output' is not a string, but of type NoneType": {"instruction": "q", "output": None},
     "'completion' is empty": {"prompt": "q", "completion": ""},
     "'text' is empty": {"text": "\n"},

@@ -15,7 +15,7 @@ from duoka.models.text.messages import ChatMessage, ToolCall
 from duoka.models.text.prompts import ChatFormat, TrainingSample, chat_format
 from duoka.models.text.tokenizer import load_tokenizer
 from duoka.tuner.data.rows import Chat, Document, PromptCompletion
-from duoka.tuner.data.samples import chat_samples, row_samples
+from duoka.tuner.data.samples import chat_samples, row_samples, truncate_chat
 
 CHATGLM = {"model_type": "chatglm"}
 # Of Qwen3's kind: what was thought is left out of all answers but the last.
@@ -132,6 +132,32 @@ def test_a_long_chat_is_left_early(chat: ChatFormat) -> None:
     assert len(chat_samples(row, chat, 20, "all")[0].ids) == 24
 
 
+SYSTEM = ChatMessage(role="system", content="s")
+EXCHANGES = (user("a"), answer("b"), user("c"), answer("d"), user("e"), answer("f"))
+# An exchange of EXCHANGES has 6 tokens, SYSTEM 3, and the beginning of an answer is in its answer.
+TRUNCATED: dict[str, tuple[Any, int, str, tuple[ChatMessage, ...]]] = {
+    "fits": (Chat(messages=(SYSTEM, *EXCHANGES)), 21, "all", (SYSTEM, *EXCHANGES)),
+    "one less": (Chat(messages=(SYSTEM, *EXCHANGES)), 20, "all", (SYSTEM, *EXCHANGES[:4])),
+    "one exchange": (Chat(messages=(SYSTEM, *EXCHANGES)), 9, "all", (SYSTEM, *EXCHANGES[:2])),
+    "too long": (Chat(messages=(SYSTEM, *EXCHANGES)), 8, "all", (SYSTEM, *EXCHANGES)),
+    "last": (Chat(messages=(SYSTEM, *EXCHANGES)), 20, "last", (SYSTEM, *EXCHANGES[2:])),
+    "last alone": (Chat(messages=(SYSTEM, *EXCHANGES)), 9, "last", (SYSTEM, *EXCHANGES[4:])),
+    "last too long": (Chat(messages=(SYSTEM, *EXCHANGES)), 8, "last", (SYSTEM, *EXCHANGES)),
+    "weights": (Chat(messages=EXCHANGES, unweighted=frozenset({1})), 9, "all", EXCHANGES[2:4]),
+    "two questions": (Chat(messages=(user("a"), *EXCHANGES)), 15, "last", EXCHANGES[2:]),
+}
+
+
+@pytest.mark.parametrize("name", TRUNCATED)
+def test_long_chats_lose_whole_turns(chat: ChatFormat, name: str) -> None:
+    row, seq_length, train_on, messages = TRUNCATED[name]
+    truncated = truncate_chat(row, chat, seq_length, train_on)
+    assert truncated.messages == messages
+    if messages != row.messages:
+        kept = chat_samples(truncated, chat, seq_length, train_on)
+        assert [len(sample.ids) <= seq_length for sample in kept] == [True]
+
+
 @pytest.fixture(scope="module", params=["chatglm3-6b", "glm-4-9b-chat"])
 def glm(request: pytest.FixtureRequest, shared_data: Path) -> ChatFormat:
     return chat_format(load_tokenizer(shared_data / "tokenizers" / request.param, CHATGLM), CHATGLM)
@@ -166,3 +192,29 @@ def test_glm(glm: ChatFormat) -> None:
     reader = glm.answers.reader([{"name": call.name}])
     name, arguments = reader.feed(said) + reader.finish()
     assert (name.text, json.loads(arguments.text)) == (call.name, call.arguments)
+
+
+def test_parallel_calls(glm: ChatFormat) -> None:
+    calls = tuple(ToolCall(name=name, arguments={"x": 1}) for name in ("f", "g"))
+    results = (ChatMessage(role="observation", content="1"),) * 2
+    messages = (
+        user("a"),
+        ChatMessage(role="assistant", content="b", calls=calls),
+        *results,
+        answer("c"),
+    )
+    (sample,) = chat_samples(Chat(messages=messages), glm, 512, "all")
+    trained = [number for number, is_trained in zip(*sample, strict=True) if is_trained]
+    observation_id = glm.stop_ids[-1]
+    said = glm.tokenizer.decode(trained[: trained.index(observation_id)])
+    reader = glm.answers.reader([{"name": call.name} for call in calls])
+    text, *parts = reader.feed(said) + reader.finish()
+    assert text.text == "b"
+    assert [part.text for part in parts] == ["f", '{"x": 1}', "g", '{"x": 1}']
+    # The results and the last answer don't fit: the calls stay, and await their results.
+    length = len(glm.sample(messages[:2], (), "observation").ids)
+    truncated = truncate_chat(Chat(messages=messages), glm, length, "all")
+    assert truncated.messages == messages[:2]
+    (short,) = chat_samples(truncated, glm, length, "all")
+    assert short.ids == sample.ids[:length]
+    assert short.ids[-1] == observation_id

@@ -81,20 +81,13 @@ def refuse_half_pairs(text: str, what: str) -> None:
 
 
 def read_message(message: object) -> ChatMessage:
-    """Read a message in the form of transformers and OpenAI.
-
-    The message may have one call at most, because training samples with several calls aren't
-    supported. Requests to a server may have more; see `duoka.serve.chats`.
-    """
+    """Read a message in the form of transformers and OpenAI."""
     if not isinstance(message, Mapping):
         hint = 'write a chat as [{"role": "user", "content": "Hello"}]'
         raise UsageError(f"a message must be a mapping, not {type(message).__name__}", hint=hint)
     role: Any = "observation" if message.get("role") == "tool" else message.get("role")
     calls: Any = message.get("tool_calls") or []
     calls = calls if isinstance(calls, list | tuple) else [calls]
-    if len(calls) > 1:
-        hint = "use one message for each call"
-        raise UsageError(f"a message calls {len(calls)} tools; the limit is one", hint=hint)
     content: Any = message.get("content")
     if content is None and calls:
         content = ""
@@ -103,6 +96,7 @@ def read_message(message: object) -> ChatMessage:
         content=_join_texts(content) if isinstance(content, list) else content,
         metadata=message.get("metadata") or "",
         calls=tuple(map(read_tool_call, calls)),
+        call_id=str(message.get("tool_call_id") or ""),
     )
 
 
@@ -113,7 +107,8 @@ def _join_texts(parts: Sequence[Any]) -> str:
         fields = part if isinstance(part, Mapping) else {}
         texts = [text for key, text in fields.items() if key != "type" and isinstance(text, str)]
         if len(texts) != 1 or not str(fields.get("type") or "text").endswith("text"):
-            raise UsageError("a message has a part that is not text", hint="omit images")
+            kind = f", but of type {fields['type']!r}" if fields.get("type") else ""
+            raise UsageError(f"a message has a part that is not text{kind}", hint="omit images")
         joined += texts[0]
     return joined
 
@@ -133,7 +128,7 @@ def read_tool_call(call: Any) -> ToolCall:
             hint='for example {"name": "weather", "arguments": {"city": "Beijing"}}',
         ) from error
     refuse_half_pairs(json.dumps([name, arguments], ensure_ascii=False, default=str), "a tool call")
-    return ToolCall(name=name, arguments=arguments)
+    return ToolCall(name=name, arguments=arguments, id=str(call.get("id") or ""))
 
 
 def last_is_answerable(messages: Messages, *, takes_images: bool = False) -> None:

@@ -269,7 +269,7 @@ class ChatGLM2Format(ChatFormat):
 
     def written(self, messages: Messages, tools: Tools = None, end: str = "") -> list[int]:
         """Return the ids of messages; `end` is appended after a question, to begin its answer."""
-        if tools:
+        if tools or any(message.calls for message in messages):
             raise UsageError("ChatGLM2 doesn't support tool calls")
         text, questions, last_role = "", 0, ""
         for message in messages:

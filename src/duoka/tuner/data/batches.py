@@ -113,11 +113,12 @@ class OptimizerStep:
 class Batches:
     """The endless sequence of steps over all epochs, indexed by step number.
 
-    Order and packs depend on the dataset and the seed only, not on the number of replicas. A step
-    has `batch` rows, the last step of an epoch the remaining rows. A row is a sample or, with
-    packing, up to ``dataset.seq_length`` tokens of several samples (see `refuse_packing`). A
-    micro-batch has `micro_batch` rows; if these are several, the rows of a step are sorted by
-    length to reduce padding. Without `shuffle` samples keep the order of the files.
+    Order and packs depend on the dataset and the seed only, not on the number of replicas. An
+    epoch has the samples of `Dataset.draw`; packs are those of the first epoch. A step has `batch`
+    rows, the last step of an epoch the remaining rows. A row is a sample or, with packing, up to
+    ``dataset.seq_length`` tokens of several samples (see `refuse_packing`). A micro-batch has
+    `micro_batch` rows; if these are several, the rows of a step are sorted by length to reduce
+    padding. Without `shuffle` samples keep the order of the files.
     """
 
     def __init__(
@@ -137,14 +138,14 @@ class Batches:
         self._seed = seed if shuffle else None
         self._packs: list[list[int]] | None = None
         if packing:
-            order = self._order(len(dataset), -1).tolist()
+            order = self._shuffled(dataset.draw(0, self._seed), -1).tolist()
             self._packs = pack(dataset.lengths, order, dataset.seq_length)
-        self._cached = -1, self._order(0, -1)
+        self._cached = 0, self._order(0)
 
     @property
     def num_rows(self) -> int:
-        """Number of samples, or of packed rows."""
-        return len(self.dataset) if self._packs is None else len(self._packs)
+        """Number of samples, or of packed rows, in an epoch."""
+        return len(self._cached[1])
 
     @property
     def steps_per_epoch(self) -> int:
@@ -155,7 +156,7 @@ class Batches:
         """Return a step by number, from 0."""
         epoch, place = divmod(number, self.steps_per_epoch)
         if self._cached[0] != epoch:
-            self._cached = epoch, self._order(self.num_rows, epoch)
+            self._cached = epoch, self._order(epoch)
         numbers = self._cached[1][place * self.batch : (place + 1) * self.batch].tolist()
         packs = self._packs
         if self.micro_batch > 1 and packs is None:
@@ -165,10 +166,16 @@ class Batches:
         micro_batches = (TrainingMicroBatch(self.dataset, tuple(g), self.packing) for g in groups)
         return OptimizerStep(epoch=epoch, micro_batches=tuple(micro_batches))
 
-    def _order(self, number: int, epoch: int) -> npt.NDArray[np.int64]:
-        """Return a permutation of `number` rows for an epoch; the identity without shuffling."""
+    def _order(self, epoch: int) -> npt.NDArray[np.int64]:
+        """Return the samples, or the indices of packed rows, of an epoch in their order."""
+        if self._packs is not None:
+            return self._shuffled(np.arange(len(self._packs)), epoch)
+        return self._shuffled(self.dataset.draw(epoch, self._seed), epoch)
+
+    def _shuffled(self, rows: npt.NDArray[np.int64], epoch: int) -> npt.NDArray[np.int64]:
+        """Return a permutation of an epoch's rows; the rows themselves without shuffling."""
         if self._seed is None:
-            return np.arange(number)
+            return rows
         # The generator is seeded with two numbers: with their sum, epoch 1 of seed 0 would have the
         # order of epoch 0 of seed 1. Epoch -1 is the order in which samples are packed.
-        return np.random.default_rng([self._seed, epoch + 1]).permutation(number)
+        return np.random.default_rng([self._seed, epoch + 1]).permutation(rows)

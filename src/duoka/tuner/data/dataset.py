@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +24,31 @@ from duoka.base.progress import say
 from duoka.errors import FormatError, UsageError
 from duoka.models.text.prompts import ChatFormat, TrainingSample
 
-from ..settings import TrainOn
-from .files import DataRow, data_files, read_rows
-from .rows import Document, read_row
-from .samples import row_samples
+from ..settings import TuneSettings
+from .files import DataRow, data_files, read_rows, split_weight
+from .rows import Chat, Document, RowError, read_row, rename_columns
+from .samples import chat_samples, row_samples, truncate_chat
 
 _MOST_SHOWN = 10
 _MOST_WHY_CHARACTERS = 500
-_NOTHING = "it has no tokens to train on"
+_NOTHING = "without trained tokens", "it has no tokens to train on"
+_TOO_LONG = "too long"
+_DEFAULTS = TuneSettings()
 _LEAST_TOKENS = 2
 _SKIP = "fix them, or skip them with --skip-bad (skip_bad=True)"
 _MOST_LENGTHS = 32  # number of padded row lengths; the model is traced once for each of them
+_ABOUT = ("files", "weights", "seq_length")
 _ARRAYS = ("ids", "is_trained", "ends", "file_numbers", "lines")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadRow:
-    """An unusable row and the reason."""
+    """An unusable row and the reason; bad rows are counted by `kind`."""
 
     file: str
     line: int
     reason: str
+    kind: str = "invalid"
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.reason}"
@@ -55,7 +61,9 @@ class Dataset:
     `ids` [tokens] are the token ids of all samples, and `is_trained` [tokens] is the mask of
     trained tokens; the first token of a sample is never trained, because no token precedes it.
     `ends` [samples] has the offset after each sample, `file_numbers` and `lines` [samples] the
-    index of its file in `files` and its line (or row) there. `bad_rows` were skipped.
+    index of its file in `files` and its line (or row) there. `weights` [files] are the weights of
+    the files in an epoch; without them all are 1. `bad_rows` were skipped. `num_dropped` are the
+    numbers of messages that were dropped from conversations.
     """
 
     ids: npt.NDArray[np.int32]
@@ -65,7 +73,9 @@ class Dataset:
     lines: npt.NDArray[np.int64]
     files: tuple[str, ...]
     seq_length: int
+    weights: tuple[float, ...] = ()
     bad_rows: tuple[BadRow, ...] = ()
+    num_dropped: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -121,7 +131,27 @@ class Dataset:
         digest = hashlib.sha256()
         for name in ("ids", "is_trained", "ends"):
             digest.update(np.ascontiguousarray(getattr(self, name)).data)
+        digest.update(json.dumps(self.weights).encode() if self.weights else b"")
         return digest.hexdigest()
+
+    def draw(self, epoch: int, seed: int | None) -> npt.NDArray[np.int64]:
+        """Return the samples of an epoch, in the order of the files.
+
+        Of n samples of a file, m = n · weight are drawn, rounded, at least one. Over the epochs all
+        are drawn equally often: with a weight of 1.5 every second epoch twice. `seed` decides which
+        are drawn first.
+        """
+        # The sample of rank r, from 0 to n - 1, is drawn as often as e·m + r passes a multiple of n
+        # in epoch e. With n = 4 and m = 3 the ranks 1, 2, 3 are drawn first, then 0, 2, 3.
+        copies = np.ones(len(self), np.int64)
+        for file, weight in enumerate(self.weights):
+            start, stop = np.searchsorted(self.file_numbers, (file, file + 1))
+            number = max(1, stop - start)
+            drawn = max(1, round(number * weight))
+            ranks = np.random.default_rng([seed or 0, file, 0]).permutation(stop - start)
+            passed = (epoch * drawn + ranks) // number
+            copies[start:stop] = ((epoch + 1) * drawn + ranks) // number - passed
+        return np.repeat(np.arange(len(self)), copies)
 
     def tokens(self, sample: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
         """Return a sample's token ids, and the mask of its trained tokens."""
@@ -132,7 +162,8 @@ class Dataset:
         """Split into the samples to train on and a random share of the rows to evaluate on.
 
         The samples of a row stay together, because they may have the beginning of a conversation in
-        common; if there is only one row, such as a text file, its samples are split.
+        common; if there is only one row, such as a text file, its samples are split. Evaluation
+        takes each sample once, whatever the weights.
 
         Raises
         ------
@@ -152,7 +183,9 @@ class Dataset:
         chosen = np.random.default_rng(seed).permutation(number)
         chosen = chosen[: min(max(1, round(share * number)), number - 1)]
         is_evaluated = np.isin(units, chosen)
-        return self._select(~is_evaluated), self._select(is_evaluated)
+        evaluated = self._select(is_evaluated)
+        evaluated = replace(evaluated, weights=(), bad_rows=(), num_dropped=())
+        return self._select(~is_evaluated), evaluated
 
     def _select(self, is_wanted: npt.NDArray[np.bool_]) -> Dataset:
         """Return a dataset of some of the samples."""
@@ -173,7 +206,7 @@ class Dataset:
     def save(self, path: Path) -> None:
         """Write the samples, without bad rows, to a file for all processes to map into memory."""
         arrays = {name: from_numpy(getattr(self, name)) for name in _ARRAYS}
-        about = json.dumps({"files": self.files, "seq_length": self.seq_length})
+        about = json.dumps({name: getattr(self, name) for name in _ABOUT})
         save_file(arrays, path, {"about": about})
         set_new_mode(path)
 
@@ -190,7 +223,8 @@ class Dataset:
             with safe_open(path, "pt") as file:
                 arrays: dict[str, Any] = {name: file.get_tensor(name).numpy() for name in _ARRAYS}
                 about = json.loads((file.metadata() or {})["about"])
-            return cls(**arrays, files=tuple(about["files"]), seq_length=about["seq_length"])
+            arrays |= {name: tuple(about[name]) for name in ("files", "weights")}
+            return cls(**arrays, seq_length=about["seq_length"])
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise FormatError(
                 f"{path} can't be read, or has no samples: {error}",
@@ -201,32 +235,43 @@ class Dataset:
 def read_dataset(
     paths: Sequence[str | Path],
     chat: ChatFormat,
+    settings: TuneSettings = _DEFAULTS,
     *,
     seq_length: int,
-    train_on: TrainOn = "all",
-    skip_bad: bool = False,
+    is_training: bool = True,
 ) -> Dataset:
     """Read files, or all files of directories, as samples in a model's chat format.
 
-    Documents are cut to the sequence length. Longer conversations and completions are unusable,
-    because a cut answer has no end. In conversations all answers are trained, or with `train_on`
-    "last" the last one. Raises UsageError for unusable rows, unless `skip_bad` skips them.
+    Documents are cut to the sequence length, and turns of longer conversations dropped. A row of
+    which nothing fits is skipped, because a cut answer has no end. Files for training may have
+    weights and a maximum of samples. Raises UsageError for other unusable rows, and with the
+    setting `long` "refuse" for all long ones, unless the settings skip bad rows; and for named
+    columns that are in none of the rows.
     """
     if seq_length < _LEAST_TOKENS:
         raise UsageError(f"seq_length is {seq_length}; it must be at least {_LEAST_TOKENS}")
-    files = data_files(paths)
-    collector = _Collector(chat, seq_length, train_on)
-    for number, file in enumerate(files):
+    weighted = [split_weight(path) if is_training else (Path(path), 1.0) for path in paths]
+    files = [(file, weight) for path, weight in weighted for file in data_files([path])]
+    collector = _Collector(chat, seq_length, settings)
+    most = settings.max_samples if is_training and settings.max_samples else sys.maxsize
+    for number, (file, _) in enumerate(files):
         say(f"reading {file}")
-        for row in read_rows(file):
-            collector.take(row, number, str(file))
+        rows = read_rows(file)
+        stop = len(collector.ends) + (most - len(collector.ends)) // (len(files) - number)
+        while (remaining := stop - len(collector.ends)) and (row := next(rows, None)):
+            collector.take(row, number, str(file), remaining)
     bad = collector.bad_rows
-    if bad and not skip_bad:
-        raise UsageError(_refusal(bad, collector.num_rows), hint=_SKIP)
+    if is_training and collector.absent:
+        hint = f"columns of the last row: {', '.join(collector.last_keys)}"
+        absent = min(collector.absent, key=str)
+        raise UsageError(f"no row has the column {absent!r}", hint=hint)
+    refused = [row for row in bad if row.kind != _TOO_LONG or settings.long == "refuse"]
+    if refused and not settings.skip_bad:
+        raise UsageError(_refusal(refused, collector.num_rows), hint=_SKIP)
     if not len(collector.ends):
         why_none = f": {_refusal(bad, collector.num_rows)}" if bad else ""
         raise UsageError(f"no samples in {', '.join(map(str, paths))}{why_none}")
-    return collector.dataset(tuple(map(str, files)))
+    return collector.dataset(files)
 
 
 def _refusal(bad: Sequence[BadRow], num_rows: int) -> str:
@@ -239,67 +284,88 @@ def _refusal(bad: Sequence[BadRow], num_rows: int) -> str:
 class _Collector:
     """Collects the samples of rows in growing arrays."""
 
-    def __init__(self, chat: ChatFormat, seq_length: int, train_on: TrainOn) -> None:
+    def __init__(self, chat: ChatFormat, seq_length: int, settings: TuneSettings) -> None:
         self.num_rows = 0
         self.bad_rows: list[BadRow] = []
         self.ends = array("q")
-        self._chat = chat
+        self.absent = set(settings.columns.values())
+        self.last_keys: list[str] = []
+        self._columns = settings.columns
+        self._num_dropped: list[int] = []
+        self._format = chat, seq_length, settings.train_on
         self._seq_length = seq_length
-        self._train_on = train_on
+        self._truncates = settings.long == "truncate"
         self._ids, self._is_trained = array("i"), array("b")
         self._file_numbers, self._lines = array("i"), array("q")
 
-    def take(self, row: DataRow, file_number: int, file: str) -> None:
-        """Add all samples of a row, or a bad row if any sample is unusable."""
+    def take(self, row: DataRow, file_number: int, file: str, most: int) -> None:
+        """Add the first `most` samples of a row, or a bad row if one of them is unusable."""
         self.num_rows += 1
         num_samples, num_tokens = len(self.ends), len(self._ids)
-        reason = row.problem
         try:
-            for sample in () if reason else self._samples(row):
+            if row.problem:
+                raise RowError("unreadable", row.problem)
+            for sample in islice(self._samples(row), most):
                 self._add(sample)
                 self._file_numbers.append(file_number)
                 self._lines.append(row.line)
-            if not reason and len(self.ends) == num_samples:
-                reason = _NOTHING
+            if len(self.ends) == num_samples:
+                raise RowError(*_NOTHING)
+            return
+        except RowError as error:
+            kind, reason = error.kind, str(error)
         except (UsageError, RecursionError) as error:
-            reason = str(error)
+            kind, reason = "invalid", str(error)
         except (OSError, UnicodeDecodeError) as error:  # text files are read lazily
-            reason = why(error)
-        if reason:
-            self.bad_rows.append(
-                BadRow(file=file, line=row.line, reason=reason[:_MOST_WHY_CHARACTERS])
-            )
-            for of_samples in (self.ends, self._file_numbers, self._lines):
-                del of_samples[num_samples:]
-            del self._ids[num_tokens:], self._is_trained[num_tokens:]
+            kind, reason = "unreadable", why(error)
+        reason = reason[:_MOST_WHY_CHARACTERS]
+        self.bad_rows.append(BadRow(file=file, line=row.line, reason=reason, kind=kind))
+        for of_samples in (self.ends, self._file_numbers, self._lines):
+            del of_samples[num_samples:]
+        del self._ids[num_tokens:], self._is_trained[num_tokens:]
 
     def _samples(self, row: DataRow) -> Iterator[TrainingSample]:
-        """Interpret and encode a row."""
-        content = row.value if isinstance(row.value, Document) else read_row(row.value)
-        return row_samples(content, self._chat, self._seq_length, self._train_on)
+        """Interpret and encode a row; truncate a long conversation."""
+        if isinstance(row.value, Document):
+            return row_samples(row.value, *self._format)
+        self.absent -= row.value.keys()
+        self.last_keys = list(row.value)
+        content = read_row(rename_columns(row.value, self._columns))
+        if self._truncates and isinstance(content, Chat):
+            samples = chat_samples(content, *self._format)
+            if not samples or len(samples[-1].ids) <= self._seq_length:
+                return iter(samples)
+            whole, content = content, truncate_chat(content, *self._format)
+            if num_dropped := len(whole.messages) - len(content.messages):
+                self._num_dropped.append(num_dropped)
+        return row_samples(content, *self._format)
 
     def _add(self, sample: TrainingSample) -> None:
-        """Append a sample; raise UsageError for too long samples, or without a trained token."""
+        """Append a sample; raise RowError for too long samples, or without a trained token."""
         ids, is_trained = sample
         if len(ids) > self._seq_length:
-            raise UsageError(
-                f"it has at least {len(ids)} tokens; the sequence length is {self._seq_length}"
+            raise RowError(
+                _TOO_LONG,
+                f"it has at least {len(ids)} tokens; the sequence length is {self._seq_length}",
             )
         if not any(is_trained[1:]):
-            raise UsageError(_NOTHING)
+            raise RowError(*_NOTHING)
         self._ids.extend(ids)
         self._is_trained.extend([False, *is_trained[1:]])
         self.ends.append(len(self._ids))
 
-    def dataset(self, files: tuple[str, ...]) -> Dataset:
+    def dataset(self, files: Sequence[tuple[Path, float]]) -> Dataset:
         """Return the dataset; the arrays are moved, not copied."""
+        weights = tuple(weight for _, weight in files)
         return Dataset(
             ids=np.frombuffer(self._ids, np.int32),
             is_trained=np.frombuffer(self._is_trained, np.bool_),
             ends=np.frombuffer(self.ends, np.int64),
             file_numbers=np.frombuffer(self._file_numbers, np.int32),
             lines=np.frombuffer(self._lines, np.int64),
-            files=files,
+            files=tuple(str(file) for file, _ in files),
             seq_length=self._seq_length,
+            weights=weights if set(weights) != {1.0} else (),
             bad_rows=tuple(self.bad_rows),
+            num_dropped=tuple(self._num_dropped),
         )

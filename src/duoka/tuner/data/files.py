@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ _TABLES = (".csv", ".parquet")
 _TEXTS = (".txt", ".md")
 _SUFFIXES = (*_LINES, *_TABLES, *_TEXTS)
 _HINT = f"supported suffixes: {', '.join(_SUFFIXES)}"
+_WEIGHTED = re.compile(r"(.+)=(-?\d+\.?\d*|-?\.\d+)", re.ASCII)
+_LEAST_WEIGHT, _MOST_WEIGHT = 0.001, 1000
 _MOST_LINE_BYTES = 1 << 26
 _MOST_LIST_BYTES = 1 << 30
 _PIECE_CHARACTERS = 1 << 20
@@ -35,6 +38,20 @@ class DataRow(NamedTuple):
     line: int
     value: Mapping[str, Any] | Document
     problem: str = ""
+
+
+def split_weight(path: str | Path) -> tuple[Path, float]:
+    """Split FILE=WEIGHT; the weight of a plain path is 1."""
+    match = _WEIGHTED.fullmatch(str(path))
+    with reading(Path(path), _HINT):
+        if match is None or Path(path).exists():
+            return Path(path), 1.0
+    name, weight = match.groups()
+    if not _LEAST_WEIGHT <= float(weight) <= _MOST_WEIGHT:
+        hint = f"{name}=2 takes each sample twice per epoch, {name}=0.5 half of them"
+        limits = f"from {_LEAST_WEIGHT} to {_MOST_WEIGHT}"
+        raise UsageError(f"the weight of {name} is {weight}; it must be {limits}", hint=hint)
+    return Path(name), float(weight)
 
 
 def data_files(paths: Sequence[str | Path]) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
 
@@ -36,9 +37,17 @@ def _summary(dataset: Dataset) -> Iterator[Text]:
         f"{format_count(len(dataset), 'sample')}, {len(dataset.ids):,} tokens, of which "
         f"{trained:,} ({share:.0%}) are trained; the longest has {int(dataset.lengths.max()):,}"
     )
+    if dataset.weights:
+        yield Text(f"{len(dataset.draw(0, None)):,} samples per epoch by the weights of the files")
     bad = dataset.bad_rows
-    if bad:
-        yield Text(f"{format_count(len(bad), 'row')} skipped:")
+    kinds = Counter(row.kind for row in bad)
+    counts = [f"{number:,} {kind}" for kind, number in kinds.most_common()]
+    notes = [f"{format_count(len(bad), 'row')} skipped ({', '.join(counts)})"] if bad else []
+    if chats := len(dataset.num_dropped):
+        dropped = format_count(sum(dataset.num_dropped), "message")
+        notes.append(f"{format_count(chats, 'conversation')} truncated ({dropped} dropped)")
+    if notes:
+        yield Text("; ".join(notes))
         yield from (Text(f"  {row}") for row in bad[:_MOST_BAD_ROWS])
         if len(bad) > _MOST_BAD_ROWS:
             yield Text(f"  … and {len(bad) - _MOST_BAD_ROWS} more")

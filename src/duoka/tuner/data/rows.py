@@ -3,23 +3,28 @@
 =================================  ===========================================================
 keys                               form
 =================================  ===========================================================
-``messages``                       a chat in OpenAI's form, optionally with ``tools``
-``conversations``                  a chat in the form of ChatGLM3 (``role``), ShareGPT (``from``)
-``instruction``, ``output``        Alpaca, optionally with ``input``, ``system``, ``history``
+``messages``, ``conversations``,   a chat: messages of OpenAI and ms-swift (``role``), ChatGLM3
+or ``conversation``                and ShareGPT (``from``), or exchanges (``human`` and
+                                   ``assistant``); optionally with ``system`` and ``tools``
 ``prompt``, ``completion``         two texts; the completion continues the prompt
+those of `_EXCHANGES`              a question and its answer: Alpaca, Dolly, ms-swift;
+                                   optionally with ``input`` or ``context`` after the question,
+                                   ``system``, ``history`` and ``tools``
 ``text``                           a document
 =================================  ===========================================================
 
-Further keys whose names have words such as "weight" or "loss" mark rows or messages as trained or
-not: they are followed or refused. All other keys are ignored.
+The first form of which a row has all keys is read. Further keys whose names have words such as
+"weight" or "loss" mark rows or messages as trained or not: they are followed or refused. All other
+keys are ignored.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from duoka.errors import UsageError
@@ -27,19 +32,33 @@ from duoka.models.text.messages import (
     ChatMessage,
     Tool,
     read_message,
-    read_tool_call,
     refuse_half_pairs,
 )
 
+# The question and the answer of an exchange.
+_EXCHANGES = (
+    # Alpaca, Dolly; ms-swift, ChatGLM-6B; AdvertiseGen
+    ("instruction", "output"), ("instruction", "response"), ("query", "response"),
+    ("prompt", "response"), ("content", "summary"), ("question", "answer"),
+    # In lists of exchanges: ms-swift, XTuner
+    ("human", "assistant"), ("user", "assistant"), ("input", "output"),
+)  # fmt: skip
+_ADDITIONS = ("input", "context")  # texts that follow a question
+_KEYS = (
+    "messages, conversations, a question and its answer (instruction and output, query and "
+    "response, …), prompt and completion, or text; --columns names other keys"
+)
+# The keys to which named columns are renamed; the key of any other role is the role's name.
+_ROLE_KEYS = {"prompt": "instruction", "query": "input", "response": "output"}
+_CALL = "call"  # a message that only calls tools
 _ROLES = {
     "human": "user",
-    "gpt": "assistant",
-    "function": "observation",
-    "function_response": "observation",
     "developer": "system",
+    **dict.fromkeys(("gpt", "bot"), "assistant"),
+    **dict.fromkeys(("tool", "tool_response", "function", "function_response"), "observation"),
+    **dict.fromkeys(("tool_call", "function_call"), _CALL),
 }
 _REASONING = frozenset({"reasoning", "thinking", "thought", "thoughts"})
-_KEYS = "messages, conversations, instruction and output, prompt and completion, or text"
 _MOST_SHOWN_KEYS = 8
 # Words in the names of keys by which other trainers mark trained content; see `_marks`.
 _WORDS = re.compile("[A-Z]?[a-z]+|[A-Z]+")
@@ -84,27 +103,77 @@ class Document:
     pieces: Iterable[str]
 
 
-def read_row(row: Mapping[str, Any]) -> Chat | PromptCompletion | Document:
+RowContent = Chat | PromptCompletion | Document
+
+
+class RowError(UsageError):
+    """An unusable row; rows are counted by `kind`."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+def rename_columns(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
+    """Rename the columns of a row to the keys of its form; `columns` has their names by role.
+
+    Rows with none of these columns are returned unchanged.
+    """
+    hidden = set(columns.values())
+    if hidden.isdisjoint(row):
+        return row
+    if not columns.keys() <= {"system", "history", "tools"}:
+        hidden |= _FORM_KEYS
+    named = {_ROLE_KEYS.get(role, role): row.get(name) for role, name in columns.items()}
+    return {key: row[key] for key in row if key not in hidden} | named
+
+
+def read_row(row: Mapping[str, Any]) -> RowContent:
     """Read a row in the form indicated by its keys; raise UsageError for unknown forms."""
     for key, is_learnt in _marks(row).items():
         if not is_learnt:
-            raise UsageError(f"{key!r} is {row[key]}: the row is marked as not trained")
-    for key in ("messages", "conversations"):
-        if row.get(key) is not None:
-            return _chat(_list_of(row[key], key), row)
-    if row.get("instruction") is not None and "output" in row:
-        _refuse_unread(row, "system", "tools", "history")
-        return _check_chat(list(_alpaca(row)), row)
-    if row.get("prompt") is not None and "completion" in row:
-        if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
-            return _chat([*row["prompt"], *row["completion"]], row)
-        _refuse_unread(row)
-        return PromptCompletion(_text(row, "prompt"), _nonempty_text(row, "completion"))
-    if row.get("text") is not None:
-        _refuse_unread(row)
-        return Document([_nonempty_text(row, "text")])
-    key_names = ", ".join(list(row)[:_MOST_SHOWN_KEYS]) or "none"
-    raise UsageError(f"its keys are {key_names}; supported: {_KEYS}")
+            reason = f"{key!r} is {row[key]}: the row is marked as not trained"
+            raise RowError("marked as not trained", reason)
+    forms = [form for form in _FORMS if row.keys() >= {*form[0]} and row[form[0][0]] is not None]
+    if not forms:
+        key_names = ", ".join(list(row)[:_MOST_SHOWN_KEYS]) or "none"
+        raise RowError("of an unknown form", f"its keys are {key_names}; supported: {_KEYS}")
+
+    # A table has all columns in all rows: the form with the fewest empty columns is meant. A text
+    # beside a question without an answer is the whole of both, and not another form.
+    def num_empty(form: tuple[tuple[str, ...], Callable[..., RowContent]]) -> int:
+        empty = [row[key] in (None, "", []) for key in form[0]]
+        return sum(empty) + all(empty) + (form[0] == ("text",))
+
+    keys, read = min(forms, key=num_empty)
+    return read(row, *keys)
+
+
+def _read_exchange(row: Mapping[str, Any], question: str, answer: str) -> RowContent:
+    """Read a row with a question and its answer; both may be messages."""
+    if isinstance(row[question], list):
+        return _read_completion(row, question, answer)
+    _refuse_unread(row, "system", "system_prompt", "tools", "history")
+    return _check_chat([*_system(row), *_exchange(row, question, answer)], row)
+
+
+def _read_completion(row: Mapping[str, Any], prompt: str, completion: str) -> RowContent:
+    """Read a row with a prompt and its completion: two texts, or two parts of a chat."""
+    if isinstance(row[prompt], list) and isinstance(row[completion], list):
+        return _chat([*row[prompt], *row[completion]], row)
+    _refuse_unread(row)
+    return PromptCompletion(_text(row, prompt), _nonempty_text(row, completion))
+
+
+def _read_list(row: Mapping[str, Any], key: str) -> RowContent:
+    """Read a row with a list of messages or exchanges."""
+    return _chat(_list_of(row[key], key), row)
+
+
+def _read_document(row: Mapping[str, Any], key: str) -> RowContent:
+    """Read a row with a text, without any context."""
+    _refuse_unread(row)
+    return Document([_nonempty_text(row, key)])
 
 
 def _words(key: object) -> set[str]:
@@ -154,76 +223,102 @@ def _refuse_unread(row: Mapping[str, Any], *read: str) -> None:
             raise UsageError(f"{key!r} isn't supported here; write the row as messages")
 
 
-def _chat(messages_in: Sequence[Any], row: Mapping[str, Any]) -> Chat:
-    """Read the messages of a row, with its tools and system text."""
-    _refuse_unread(row, "system", "tools", "functions")
-    messages: list[ChatMessage] = []
-    unweighted = set()
-    first_message = messages_in[0] if messages_in else None
+def _chat(items: Sequence[Any], row: Mapping[str, Any]) -> Chat:
+    """Read the messages or exchanges of a row, with its tools and system text."""
+    _refuse_unread(row, "system", "system_prompt", "tools", "functions")
+    messages = _system(row)
+    unweighted = set[int]()
+    first_item = items[0] if items else None
     tools = row.get("tools") or row.get("functions")  # OpenAI's older key
-    if isinstance(first_message, Mapping) and first_message.get("tools") and not tools:
-        tools = first_message["tools"]  # as in GLM-4's fine-tuning demo
-    row = {**row, "tools": tools}
-    if row.get("system"):
-        messages.append(ChatMessage(role="system", content=_text(row, "system")))
-    for number, message in enumerate(messages_in, start=1):
+    if isinstance(first_item, Mapping) and first_item.get("tools") and not tools:
+        tools = first_item["tools"]  # as in GLM-4's fine-tuning demo
+    for number, item in enumerate(items, start=1):
         try:
-            if not isinstance(message, Mapping):
+            if not isinstance(item, Mapping):
                 raise UsageError("it is not an object")
-            if message.get("tools") and message["tools"] != tools:
+            if item.get("tools") and item["tools"] != tools:
                 raise UsageError("its 'tools' differ from those of the row")
-            marks, place = _marks(message), len(messages)
-            messages += _messages(message)
-            if not all(marks.values()):
-                unweighted.add(place)
-            elif marks and messages[place].role != "assistant":
+            marks, turn = _marks(item), list(_messages(item))
+            is_trained = all(marks.values())
+            if marks and is_trained and all(message.role != "assistant" for message in turn):
                 raise UsageError("it is marked as trained, and only assistant messages are trained")
+            for message in turn:
+                _append(messages, unweighted, message, is_trained)
         except UsageError as error:
             raise UsageError(f"message {number}: {error}") from error
-    return _check_chat(messages, row, frozenset(unweighted))
+    return _check_chat(messages, {**row, "tools": tools}, frozenset(unweighted))
+
+
+def _append(
+    messages: list[ChatMessage], unweighted: set[int], message: ChatMessage, is_trained: bool
+) -> None:
+    """Append a message; add calls without a text to the answer before them.
+
+    ShareGPT and ms-swift have a message for each of several calls; a model writes all in one turn.
+    """
+    is_call = message.role == "assistant" and message.calls and not message.content
+    is_same = is_trained == (len(messages) - 1 not in unweighted)
+    if is_call and is_same and [answer.role for answer in messages[-1:]] == ["assistant"]:
+        messages[-1] = replace(messages[-1], calls=messages[-1].calls + message.calls)
+    else:
+        unweighted |= set() if is_trained else {len(messages)}
+        messages.append(message)
+
+
+def _system(fields: Mapping[str, Any]) -> list[ChatMessage]:
+    """Return the system message of a row or an exchange, if there is one."""
+    keys = [key for key in ("system", "system_prompt") if fields.get(key)]
+    return [ChatMessage(role="system", content=_text(fields, key)) for key in keys]
 
 
 def _messages(fields: Mapping[str, Any]) -> Iterator[ChatMessage]:
-    """Read a message of ShareGPT, ChatGLM3's fine-tuning demo, or OpenAI.
+    """Read an item of a chat: a message, or several.
 
-    ChatGLM3's message of a tool gives two: the call, and its result.
+    Several are an exchange, or ChatGLM3's message of a tool: the call, and its result.
     """
     for key in fields:
         if fields[key] and _words(key) & _REASONING:
             raise UsageError(f"{key!r} isn't supported; write it into the content")
-    if "from" in fields and "role" not in fields:
-        speaker, content = fields["from"], fields.get("value")
-        if speaker == "function_call":
-            call = read_tool_call(_json(content))
-            yield ChatMessage(role="assistant", content="", calls=(call,))
-        else:
-            yield read_message({"role": _ROLES.get(str(speaker), speaker), "content": content})
-    elif fields.get("role") == "tool" and fields.get("parameters") is not None:
-        name, parameters = fields.get("name"), fields["parameters"]
-        call = read_tool_call({"name": name, "arguments": parameters})
-        yield ChatMessage(role="assistant", content="", calls=(call,))
+    is_message = "role" in fields or "from" in fields
+    pairs = [] if is_message else [pair for pair in _EXCHANGES if fields.keys() >= {*pair}]
+    speaker = fields.get("role", fields.get("from"))
+    role = _ROLES.get(str(speaker).replace("-", "_"), speaker)
+    content = fields.get("content", fields.get("value"))
+    if pairs:
+        yield from [*_system(fields), *_exchange(fields, *pairs[0])]
+    elif role == _CALL:
+        yield read_message({"role": "assistant", "tool_calls": _json(content)})
+    elif speaker == "tool" and fields.get("parameters") is not None:
+        call = {"name": fields.get("name"), "arguments": fields["parameters"]}
+        yield read_message({"role": "assistant", "tool_calls": call})
         result = fields.get("observation")
         content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
         yield ChatMessage(role="observation", content=content)
     else:
-        role, calls = fields.get("role"), fields.get("tool_calls") or fields.get("function_call")
-        yield read_message({**fields, "role": _ROLES.get(str(role), role), "tool_calls": calls})
+        calls = fields.get("tool_calls") or fields.get("function_call")
+        yield read_message({**fields, "role": role, "content": content, "tool_calls": calls})
 
 
-def _alpaca(row: Mapping[str, Any]) -> Iterator[ChatMessage]:
-    """Yield the messages of a row in Alpaca's form."""
-    if row.get("system"):
-        yield ChatMessage(role="system", content=_text(row, "system"))
-    for exchange in _list_of(row.get("history"), "history"):
-        if not isinstance(exchange, Sequence) or len(exchange) != 2:
+def _exchange(fields: Mapping[str, Any], question: str, answer: str) -> Iterator[ChatMessage]:
+    """Yield a question with its additions, and the answer, after the history."""
+    for pair in _list_of(fields.get("history"), "history"):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise UsageError("'history' is not a list of question-answer pairs")
-        yield ChatMessage(role="user", content=exchange[0])
-        yield ChatMessage(role="assistant", content=exchange[1])
-    question = _text(row, "instruction")
-    if row.get("input"):
-        question += "\n" + _text(row, "input")
-    yield ChatMessage(role="user", content=question)
-    yield ChatMessage(role="assistant", content=_text(row, "output"))
+        yield ChatMessage(role="user", content=pair[0])
+        yield ChatMessage(role="assistant", content=pair[1])
+    additions = [key for key in _ADDITIONS if fields.get(key) and key != question]
+    texts = [_text(fields, key) for key in (question, *additions)]
+    yield ChatMessage(role="user", content="\n".join(filter(None, texts)))
+    yield ChatMessage(role="assistant", content=_text(fields, answer))
+
+
+_FORMS: tuple[tuple[tuple[str, ...], Callable[..., RowContent]], ...] = (
+    *(((key,), _read_list) for key in ("messages", "conversations", "conversation")),
+    (("prompt", "completion"), _read_completion),
+    *((keys, _read_exchange) for keys in _EXCHANGES),
+    (("text",), _read_document),
+)
+_FORM_KEYS = frozenset(key for keys, _ in _FORMS for key in keys).union(_ADDITIONS)
 
 
 def _check_chat(
@@ -240,23 +335,33 @@ def _check_chat(
             or (role == "assistant" and previous_role in ("", "system"))
             or (role == "observation" and previous_role not in ("assistant", "observation"))
         ):
-            position = (
-                f"after one of role {previous_role!r}" if previous_role else "at the beginning"
-            )
-            raise UsageError(f"message {number} of role {role!r} isn't allowed {position}")
+            place = f"after one of role {previous_role!r}" if previous_role else "at the beginning"
+            raise UsageError(f"message {number} of role {role!r} isn't allowed {place}")
         if role == "assistant" and not message.content.strip() and not message.calls:
             raise UsageError(f"message {number} is an empty answer")
         previous_role = role
     if previous_role != "assistant":
-        raise UsageError(
-            "the last message is not an answer" if messages else "there are no messages"
-        )
+        reason = "the last message is not an answer" if messages else "there are no messages"
+        raise UsageError(reason)
     tools = tuple(map(_json, _list_of(row.get("tools"), "tools")))
-    calls = [call.arguments for message in messages for call in message.calls]
-    if tools or calls:
-        text = json.dumps([tools, calls], ensure_ascii=False, default=str)
-        refuse_half_pairs(text, "a tool, or a call of one,")
-    return Chat(messages=tuple(messages), tools=tools, unweighted=unweighted)
+    refuse_half_pairs(json.dumps(tools, ensure_ascii=False, default=str), "a tool")
+    return Chat(messages=tuple(_pair_results(messages)), tools=tools, unweighted=unweighted)
+
+
+def _pair_results(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
+    """Sort the results of parallel calls in the order of the calls, by their ids.
+
+    Most chat templates don't write ids, so a model can only tell results by their order.
+    """
+    positions: dict[str, int] = {}
+    for is_result, group in groupby(messages, key=lambda message: message.role == "observation"):
+        turn = list(group)
+        if is_result:
+            turn.sort(key=lambda message: positions.get(message.call_id, 0))
+        else:
+            positions = {call.id: at for at, call in enumerate(turn[-1].calls)}
+        for message in turn:
+            yield message if message.call_id in positions else replace(message, call_id="")
 
 
 def _list_of(value: Any, key: str) -> Sequence[Any]:

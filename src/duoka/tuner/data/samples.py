@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import takewhile
 
 from transformers import PreTrainedTokenizerBase
 
@@ -47,13 +49,8 @@ def chat_samples(
     #
     #   <user> a <assistant> {x b <end>}
     #   <user> a <assistant> b <end> <user> c <assistant> {y d <end>}
-    answers = [
-        at
-        for at, message in enumerate(row.messages)
-        if message.role == "assistant" and at not in row.unweighted
-    ]
     samples: list[TrainingSample] = []
-    for at in answers if train_on == "all" else answers[-1:]:
+    for at in _trained_answers(row, train_on):
         sample = chat.sample(row.messages[: at + 1], row.tools, _next_role(row.messages, at))
         earlier = samples[-1] if samples else TrainingSample([], [])
         num_shared = len(earlier.ids)
@@ -66,6 +63,50 @@ def chat_samples(
         if len(sample.ids) > seq_length:
             break
     return samples
+
+
+def _trained_answers(row: Chat, train_on: TrainOn) -> list[int]:
+    """Return the indices of the answers to train."""
+    answers = [
+        at
+        for at, message in enumerate(row.messages)
+        if message.role == "assistant" and at not in row.unweighted
+    ]
+    return answers if train_on == "all" else answers[-1:]
+
+
+def truncate_chat(row: Chat, chat: ChatFormat, seq_length: int, train_on: TrainOn) -> Chat:
+    """Drop turns of a conversation so that the others fit; each answer stays whole.
+
+    If the first trained answer doesn't fit, the earliest exchanges before it are dropped, but never
+    the system message. The turns after the last answer that fits are dropped. Returns the row
+    unchanged if a single exchange is too long.
+    """
+    # If 20 tokens fit, of three exchanges of 10 tokens each, a question and an answer, remain:
+    #
+    #   all answers trained         q a | q a | –
+    #   only the last one trained    –  | q a | q a
+    answers = _trained_answers(row, train_on)
+    roles = [message.role for message in row.messages]
+    system = row.messages[: roles.count("system")]
+    questions = [at for at in range(answers[0]) if roles[at] == "user"]
+    starts = [at for at in questions if at - 1 not in questions]
+
+    def fits(start: int, answer: int) -> bool:
+        turns = system + row.messages[start : answer + 1]
+        return len(chat.sample(turns, row.tools, "user").ids) <= seq_length
+
+    # A binary search, because a sample grows with its messages.
+    place = bisect_left(starts, True, key=lambda start: fits(start, answers[0]))
+    if place == len(starts):
+        return row
+    start = starts[place]
+    *_, last = takewhile(lambda answer: fits(start, answer), answers)
+    return Chat(
+        messages=system + row.messages[start : last + 1],
+        tools=row.tools,
+        unweighted=frozenset(at - start + len(system) for at in row.unweighted if at >= start),
+    )
 
 
 def _next_role(messages: tuple[ChatMessage, ...], at: int) -> Role:
