@@ -210,6 +210,10 @@ def test_named_columns(tmp_path: Path, chat: ChatFormat) -> None:
     with pytest.raises(UsageError, match="no row has the column 'persona'") as refused:
         read_dataset([path], chat, missing, seq_length=20)
     assert refused.value.hint == "columns of the last row: ask, say"
+    (tmp_path / "c.txt").write_text("text")
+    with pytest.raises(UsageError, match="no row has the column") as refused:
+        read_dataset([tmp_path / "c.txt"], chat, named, seq_length=20)
+    assert refused.value.hint == "columns of the last row: none"
     # Rows for evaluation may have another form.
     rows = read_dataset([tmp_path / "b.jsonl"], chat, missing, seq_length=20, is_training=False)
     assert rows.ids.tolist() == plain.ids.tolist()

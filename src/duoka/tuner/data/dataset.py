@@ -262,7 +262,7 @@ def read_dataset(
             collector.take(row, number, str(file), remaining)
     bad = collector.bad_rows
     if is_training and collector.absent:
-        hint = f"columns of the last row: {', '.join(collector.last_keys)}"
+        hint = f"columns of the last row: {', '.join(collector.last_keys) or 'none'}"
         absent = min(collector.absent, key=str)
         raise UsageError(f"no row has the column {absent!r}", hint=hint)
     refused = [row for row in bad if row.kind != _TOO_LONG or settings.long == "refuse"]
@@ -329,7 +329,7 @@ class _Collector:
         if isinstance(row.value, Document):
             return row_samples(row.value, *self._format)
         self.absent -= row.value.keys()
-        self.last_keys = list(row.value)
+        self.last_keys = list(row.value)[:_MOST_SHOWN]
         content = read_row(rename_columns(row.value, self._columns))
         if self._truncates and isinstance(content, Chat):
             samples = chat_samples(content, *self._format)
