@@ -63,7 +63,6 @@ class Training:
     optimizer : {"adamw", "adamw8bit", "adafactor", "sgd"}
         AdamW, Adafactor and SGD of torch; "adamw8bit" is bitsandbytes' AdamW with 8-bit states.
     lora_rank : int
-        Rank of the adapters.
     lora_alpha : int, optional
         Adapter outputs are scaled by this number divided by the rank; None is twice the rank.
     rslora : bool
@@ -80,11 +79,10 @@ class Training:
     micro_batches : int
         Micro-batches whose gradients are accumulated before the optimizer's step.
     schedule : {"sequential", "gpipe", "1f1b"}
-        One micro-batch after another, or several in flight at a stage: all of them, or as many as
-        there are stages from this stage to the last.
+        Micro-batches in flight at a stage: one, all, or one for each stage from this to the last.
     rows : {"padded", "unpadded", "packed"}
-        The layout of a micro-batch. "padded": a mask covers the padding. "unpadded": no mask, which
-        a causal model doesn't need. "packed": several samples per row, separated by a mask.
+        "padded": a mask covers the padding. "unpadded": no mask, which a causal model doesn't need.
+        "packed": several samples per row, separated by a mask.
 
     Raises
     ------
@@ -170,8 +168,7 @@ class Workload:
         Dtype of the weights; "auto" is that of the checkpoint. "fp32", "fp16" and "bf16" are
         accepted too.
     prefill_chunk_tokens : int, None or "auto"
-        Prompt tokens that run in one step: a number, None for the whole prompt, or "auto" for
-        the whole prompt if it fits, otherwise the largest chunk that fits.
+        Prompt tokens that run in one step. None is the whole prompt, "auto" as many as fit.
     cache : {"dynamic", "int8", "paged", "paged-int8"}
         The KV cache: "dynamic" grows with each token, as in `generate`; "int8" grows in 8 bit;
         "paged" has pages, which requests hold while they run (`Engine`); "paged-int8" has 8-bit

@@ -110,11 +110,7 @@ def prepare(
     workload = settings.workload(checkpoint) if plan is None else plan.workload
     if native_adapter is not None:
         _refuse_unfit_adapter(native_adapter, checkpoint, workload)
-    share = settings.eval_share
-    sources = (data, settings.eval_data if share is None else ())
-    datasets = [_read_samples(checkpoint, paths, settings, workload) for paths in sources if paths]
-    if share is not None:
-        datasets = [*datasets[0].split(share, settings.seed)]
+    datasets = _read_datasets(checkpoint, data, settings, workload)
     if plan is None and settings.seq_length is None and not settings.packing:
         # The longest sample decides the sequence length.
         num_tokens = max(int(dataset.lengths.max()) for dataset in datasets)
@@ -136,6 +132,16 @@ def prepare(
         else plans_for(checkpoint, fleet, settings, replicas, because=because),
         adapter=native_adapter,
     )
+
+
+def _read_datasets(
+    checkpoint: Checkpoint, data: Sequence[str], settings: TuneSettings, workload: Workload
+) -> list[Dataset]:
+    """Read the samples for training and, if there are any, those for evaluation."""
+    share = settings.eval_share
+    sources = (data, settings.eval_data if share is None else ())
+    datasets = [_read_samples(checkpoint, paths, settings, workload) for paths in sources if paths]
+    return datasets if share is None else [*datasets[0].split(share, settings.seed)]
 
 
 def _read_samples(
@@ -190,27 +196,33 @@ def _check_plan(plan: Plan, checkpoint: Checkpoint, settings: TuneSettings) -> P
                 f"the plan is for --{name} {planned}, not {setting}",
                 hint=f"use --{name} {planned}, or another plan",
             )
-    # Without these options a run takes what its plan has.
-    is_native = workload.dtype == "auto"
-    further: dict[str, tuple[object, object]] = {
-        "lora-dropout": (training.lora_dropout, needed.lora_dropout),
-        "lora-target": (training.lora_targets, needed.lora_targets),
-        "checkpointing": (training.gradient_checkpointing, needed.gradient_checkpointing),
-        "dtype": (plan.workload.dtype, "" if is_native else workload.dtype),
-        "quantize": (plan.workload.quantize, workload.quantize.removeprefix("none")),
-    }
-    for name, (of_plan, wanted) in further.items():
-        if wanted and of_plan != wanted:
-            raise UsageError(
-                f"the plan has another --{name}: {of_plan}, not {wanted}",
-                hint=f"omit --{name}, or create a plan with it",
-            )
+    _refuse_other_options(plan.workload, workload)
     training = replace(
         training,
         rslora=needed.rslora or training.rslora,
         lora_alpha=needed.lora_alpha or training.lora_alpha,
     )
     return replace(plan, workload=replace(plan.workload, training=training))
+
+
+def _refuse_other_options(planned: Workload, wanted: Workload) -> None:
+    """Raise UsageError for options that differ from a plan's; without them the plan's are used."""
+    of_plan, of_run = planned.training, wanted.training
+    assert of_plan is not None, "the plan is for training"
+    assert of_run is not None, "so are the settings"
+    pairs: dict[str, tuple[object, object]] = {
+        "lora-dropout": (of_plan.lora_dropout, of_run.lora_dropout),
+        "lora-target": (of_plan.lora_targets, of_run.lora_targets),
+        "checkpointing": (of_plan.gradient_checkpointing, of_run.gradient_checkpointing),
+        "dtype": (planned.dtype, "" if wanted.dtype == "auto" else wanted.dtype),
+        "quantize": (planned.quantize, wanted.quantize.removeprefix("none")),
+    }
+    for name, (value, other) in pairs.items():
+        if other and value != other:
+            raise UsageError(
+                f"the plan has another --{name}: {value}, not {other}",
+                hint=f"omit --{name}, or create a plan with it",
+            )
 
 
 def plans_for(
