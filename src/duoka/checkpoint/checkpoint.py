@@ -190,7 +190,8 @@ class Checkpoint:
     def name(self) -> str:
         """Short name for messages: the directory's or file's name, or "org/name"."""
         remote = self.source != str(self.path)
-        return self.source.partition("@")[0] if remote else self.path.name
+        repository = self.source.partition("@")[0].rpartition(":")[2]
+        return repository if remote else self.path.name
 
     @property
     def has_weights(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -43,7 +43,7 @@ from ..headers import (
 )
 from .errors import endpoint, offline_error, query
 from .listing import Listing, RemoteFile, has_known_hash, kept_listing, query_listing
-from .repo_name import COMMIT, HubName
+from .repo_name import COMMIT, MODELSCOPE, HubName
 
 # Most headers are shorter than this; a longer header takes a second request.
 _FIRST_BYTES = 2**16
@@ -52,11 +52,18 @@ _HEADERS_AT_ONCE = 8
 
 def open_snapshot(name: HubName) -> HubSnapshot:
     """Resolve a revision to a commit and its list of files; no file is fetched."""
+    if name.site == MODELSCOPE:
+        from .modelscope import open_modelscope  # imported here: it imports this module
+
+        return open_modelscope(name)
     is_offline = is_offline_mode()
     listing = kept_listing(name) if is_offline or COMMIT.fullmatch(name.revision) else None
     if listing is None:
         listing = _list_cache(name) if is_offline else query_listing(name)
-    return HubSnapshot(name.repo, listing)
+    folder = repo_folder_name(repo_id=name.repo, repo_type="model")
+    cache = Path(constants.HF_HUB_CACHE).expanduser()
+    path = cache / folder / "snapshots" / listing.commit
+    return HubSnapshot(replace(name, revision=listing.commit), listing, cache, path)
 
 
 def _list_cache(name: HubName) -> Listing:
@@ -91,13 +98,14 @@ def _list_cache(name: HubName) -> Listing:
 class HubSnapshot:
     """A repository of the Hub at one commit, with the interface of `LocalFolder`."""
 
-    def __init__(self, repo: str, listing: Listing) -> None:
-        self._name = HubName(repo=repo, revision=listing.commit)
-        self.source = str(self._name)
+    cache_variable = "HF_HOME"
+
+    def __init__(self, name: HubName, listing: Listing, cache: Path, path: Path) -> None:
+        self._name = name
+        self.source = str(name)
         self._files = listing.files
-        self._cache = Path(constants.HF_HUB_CACHE).expanduser()
-        folder = repo_folder_name(repo_id=repo, repo_type="model")
-        self.path = self._cache / folder / "snapshots" / listing.commit
+        self._cache = cache
+        self.path = path
 
     def names(self) -> frozenset[str]:
         """Return the names of the checkpoint's files in the repository."""
@@ -154,6 +162,9 @@ class HubSnapshot:
             done += self.size(name)
             report(0)
 
+    def _endpoint(self) -> str:
+        return endpoint()
+
     def _hub_file(self, name: str) -> HubName:
         return replace(self._name, file=name)
 
@@ -165,7 +176,17 @@ class HubSnapshot:
         return False
 
     def _download_file(self, name: str, report: Callable[[int], object]) -> None:
-        """Download one file into huggingface_hub's cache; `report` gets the bytes done."""
+        """Download one file into the cache; `report` gets the bytes done."""
+        try:
+            self._fetch_file(name, report)
+        except OSError as error:
+            raise MachineError(
+                f"{self._hub_file(name)} can't be kept in {self._cache}: {error.strerror}",
+                hint=f"set {self.cache_variable} to another directory",
+            ) from error
+
+    def _fetch_file(self, name: str, report: Callable[[int], object]) -> None:
+        """Download one file; an OSError is of the disk."""
         download = partial(
             hf_hub_download,
             self._name.repo,
@@ -177,13 +198,7 @@ class HubSnapshot:
             force_download=(self.path / name).exists(),
             tqdm_class=_progress_class(report),
         )
-        try:
-            query(self._hub_file(name), download)
-        except OSError as error:
-            raise MachineError(
-                f"{self._hub_file(name)} can't be kept in {self._cache}: {error.strerror}",
-                hint="set HF_HOME to another directory",
-            ) from error
+        query(self._hub_file(name), download)
 
     def _verify(self, name: str) -> None:
         """Remove a file whose content is wrong, with its blob, and raise CheckpointError."""
@@ -195,8 +210,8 @@ class HubSnapshot:
             with suppress(OSError):
                 place.unlink()
         raise CheckpointError(
-            f"{self._hub_file(name)} in {self._cache} differs from the content that {endpoint()} "
-            "announces; it was removed",
+            f"{self._hub_file(name)} in {self._cache} differs from the content that "
+            f"{self._endpoint()} announces; it was removed",
             hint="run the command again; if it happens again, the file on the Hub is damaged",
         )
 
@@ -209,7 +224,7 @@ class HubSnapshot:
             raise MachineError(
                 f"{self.source} needs {format_bytes(needed)} more disk space, and {self._cache} "
                 f"has {format_bytes(free)} free",
-                hint="free some space, or set HF_HOME to a directory on another disk",
+                hint=f"free some space, or set {self.cache_variable} to a directory on another disk",
             )
 
     # ── headers ──
@@ -224,7 +239,8 @@ class HubSnapshot:
             return self._parse_header(file, read_bytes(cached, most_bytes=MAX_HEADER_BYTES))
         text = self._fetch_header(file)
         tensors = self._parse_header(file, text)
-        keep(cached, text.decode("utf-8"))
+        if file.etag:
+            keep(cached, text.decode("utf-8"))
         return tensors
 
     def _parse_header(self, file: RemoteFile, text: bytes) -> dict[str, TensorInfo]:
@@ -243,7 +259,7 @@ class HubSnapshot:
         return start[LENGTH_BYTES:stop]
 
     def _fetch_range(self, file: RemoteFile, start: int, stop: int) -> bytes:
-        """Fetch a range of a file's bytes; never read more, even if the server sends more.
+        """Fetch a range of a file's bytes.
 
         huggingface_hub's `parse_safetensors_file_metadata` would read a whole shard of gigabytes
         from a server that ignores ranges, and doesn't check the header.
@@ -257,18 +273,25 @@ class HubSnapshot:
         timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
 
         def attempt() -> bytes:
-            content = bytearray()
             with get_session().stream("GET", url, headers=headers, timeout=timeout) as response:
                 hf_raise_for_status(response)
-                if not response.headers.get("content-range", "").startswith(f"bytes {start}-"):
-                    raise ValueError("another byte range than requested")
-                for chunk in response.iter_bytes(_FIRST_BYTES):
-                    content.extend(chunk)
-                    if len(content) >= stop - start:
-                        return bytes(content[: stop - start])
-            raise http.RemoteProtocolError("the transfer ended early")
+                return read_range(response.headers, response.iter_bytes(_FIRST_BYTES), start, stop)
 
         return query(self._hub_file(file.name), attempt)
+
+
+def read_range(
+    headers: Mapping[str, str], chunks: Iterable[bytes], start: int, stop: int
+) -> bytes:
+    """Read a range of bytes from a response; never read more, even if the server sends more."""
+    if not headers.get("content-range", "").startswith(f"bytes {start}-"):
+        raise ValueError("another byte range than requested")
+    content = bytearray()
+    for chunk in chunks:
+        content.extend(chunk)
+        if len(content) >= stop - start:
+            return bytes(content[: stop - start])
+    raise http.RemoteProtocolError("the transfer ended early")
 
 
 def _progress_class(report: Callable[[int], object]) -> type:
