@@ -154,13 +154,13 @@ def test_an_interrupted_download_is_resumed(scope: HubServer) -> None:
 
 
 @pytest.mark.parametrize("misbehaviour", [hub_server.spoil, hub_server.replace(b"something else")])
-def test_wrong_content_is_refused(
-    scope: HubServer, misbehaviour: hub_server.Misbehaviour
-) -> None:
+def test_wrong_content_is_refused(scope: HubServer, misbehaviour: hub_server.Misbehaviour) -> None:
     checkpoint = open_it()
     scope.next("storage", *[misbehaviour] * 20)
     message, _ = refused(checkpoint.fetch)
-    assert message == f"{scope.url} sent other content than announced for tokenizer.model of {SCOPE}"
+    assert (
+        message == f"{scope.url} sent other content than announced for tokenizer.model of {SCOPE}"
+    )
     assert not (checkpoint.path / "tokenizer.model").exists()
 
 
@@ -235,13 +235,13 @@ def test_a_private_model(scope: HubServer, monkeypatch: pytest.MonkeyPatch) -> N
     assert all(request.has_token for request in scope.requests)
     assert not any(r.has_token or "cookie" in r.headers for r in scope.storage_requests)
     monkeypatch.setenv("MODELSCOPE_API_TOKEN", "ms-badtoken")
-    assert "denies access to modelscope:org/model: the token" in refused(open_it)[0]
+    assert "denies access to modelscope:org/model: it is not granted" in refused(open_it)[0]
 
 
 def test_a_gated_model(scope: HubServer) -> None:
     scope.repos[NAME].gated = True
     assert refused(open_it) == (
-        f"{scope.url} denies access to config.json of {SCOPE}: there is no token",
+        f"{scope.url} denies access to config.json of {SCOPE}: no token is set",
         f"request access at {scope.url}/models/{NAME}, and log in (`modelscope login`) or set "
         "MODELSCOPE_API_TOKEN",
     )

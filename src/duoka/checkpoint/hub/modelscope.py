@@ -1,4 +1,4 @@
-"""Repositories on ModelScope, through its own client, modelscope_hub.
+"""Repositories on ModelScope, through its own client, modelscope_hub, which need not be installed.
 
 The client determines the address, the token and the cache (MODELSCOPE_ENDPOINT,
 MODELSCOPE_API_TOKEN or a login, MODELSCOPE_CACHE). ModelScope doesn't report the commit of a
@@ -8,76 +8,28 @@ is recognized by its hash, which the listing contains.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from huggingface_hub import is_offline_mode
+from modelscope_hub import HubApi
+from modelscope_hub.config import HubConfig
+from modelscope_hub.errors import CacheNotFound, FileIntegrityError, HubError
 
-from duoka.base.requirements import require_package
 from duoka.base.web import http
 from duoka.errors import CheckpointError
 
-from .errors import Messages, choose_message, offline_error, query, without_password
-from .listing import Listing, RemoteFile, keep_listing, kept_listing, make_file
-from .repo_name import COMMIT, HubName
-from .snapshot import HubSnapshot, read_range
+from .errors import Messages, choose_message, query, without_password
+from .listing import Listing, RemoteFile, keep_listing, make_file
+from .repo_name import HubName
+from .snapshot import FIRST_BYTES, HubSnapshot, find_listing, progress_class, read_range
 
-_CHUNK_BYTES = 2**16
-_MODEL = "model"  # ModelScope's other kinds of repositories are datasets and studios
+T = TypeVar("T")
 
-
-def open_modelscope(name: HubName) -> ModelScopeSnapshot:
-    """List the files of a revision; no file is fetched."""
-    require_package("modelscope_hub", "modelscope", "models on ModelScope need")
-    from modelscope_hub import HubApi
-    from modelscope_hub.config import HubConfig
-
-    config = HubConfig()
-    api = HubApi(config)
-    path = _find_directory(api, config.cache_dir, name)
-    is_offline = is_offline_mode()
-    listing = kept_listing(name) if is_offline or COMMIT.fullmatch(name.revision) else None
-    if listing is None:
-        listing = _list_directory(name, path) if is_offline else _query_listing(api, name)
-    return ModelScopeSnapshot(name, listing, config.cache_dir, path, api)
-
-
-def _find_directory(api: Any, cache: Path, name: HubName) -> Path:
-    """Return the directory of a revision in the client's cache, which may not exist yet."""
-    from modelscope_hub.errors import CacheNotFound
-
-    directory = cache / f"{_MODEL}s" / name.repo.replace("/", "--") / "snapshots" / name.revision
-    if not name.is_default:
-        return directory
-    # Clients before 1.38 had one directory for all revisions, which later ones keep using.
-    with suppress(CacheNotFound):
-        file = api.download_file(name.repo, _MODEL, "config.json", local_files_only=True)
-        return Path(file).parent
-    return directory
-
-
-def _list_directory(name: HubName, path: Path) -> Listing:
-    """List the files that other programs downloaded; their hashes are unknown."""
-    if not (path / "config.json").is_file():
-        raise offline_error(name)
-    files = [
-        RemoteFile(name=file.name, num_bytes=file.stat().st_size, etag="")
-        for file in path.iterdir()
-        if file.is_file()
-    ]
-    return Listing(commit=name.revision, files={file.name: file for file in files})
-
-
-def _query_listing(api: Any, name: HubName) -> Listing:
-    """Query ModelScope for a repository's files, and store the listing in duoka's cache."""
-    entries = _query_once(
-        api, name, lambda: api.list_repo_files(name.repo, _MODEL, revision=name.revision)
-    )
-    files = [make_file(entry.path, entry.size, (entry.sha256 or "").lower()) for entry in entries]
-    by_name = {file.name: file for file in files if file is not None}
-    return keep_listing(name, Listing(commit=name.revision, files=by_name))
+_MODEL = "model"  # the other kinds of repositories are datasets and studios
 
 
 class ModelScopeSnapshot(HubSnapshot):
@@ -85,86 +37,94 @@ class ModelScopeSnapshot(HubSnapshot):
 
     cache_variable = "MODELSCOPE_CACHE"
 
-    def __init__(self, name: HubName, listing: Listing, cache: Path, path: Path, api: Any) -> None:
-        super().__init__(name, listing, cache, path)
-        self._api = api
+    def __init__(self, name: HubName) -> None:
+        config: Any = HubConfig()
+        self._name = name
+        self._api: Any = HubApi(config)
+        path = self._find_directory(config.cache_dir)
+        listing = find_listing(name, path, self._query_listing)
+        super().__init__(name, listing, config.cache_dir, path)
 
-    def _endpoint(self) -> str:
-        return _endpoint(self._api)
+    def _find_directory(self, cache: Path) -> Path:
+        """Return the directory of the revision in the client's cache, which may not exist yet."""
+        repo, revision = self._name.repo, self._name.revision
+        # Clients before 1.38 had one directory for all revisions, which later ones keep using.
+        if self._name.is_default:
+            with suppress(CacheNotFound):
+                options = {"revision": revision, "local_files_only": True}
+                return Path(self._api.download_file(repo, _MODEL, "config.json", **options)).parent
+        return cache / f"{_MODEL}s" / repo.replace("/", "--") / "snapshots" / revision
+
+    def _query_listing(self, name: HubName) -> Listing:
+        """Query ModelScope for the repository's files, and store the listing in duoka's cache."""
+        request = partial(self._api.list_repo_files, name.repo, _MODEL, revision=name.revision)
+        files = [
+            make_file(entry.path, entry.size, (entry.sha256 or "").lower())
+            for entry in self._query(name, request)
+        ]
+        by_name = {file.name: file for file in files if file is not None}
+        return keep_listing(name, Listing(commit=name.revision, files=by_name))
 
     def _fetch_file(self, name: str, report: Callable[[int], object]) -> None:
-        file = self._files[name]
-
-        def download() -> None:
-            self._api.downloader.download_file(
-                self._name.repo,
-                _MODEL,
-                name,
-                revision=self._name.revision,
-                local_dir=self.path,
-                expected_sha256=file.etag or None,
-                file_size=file.num_bytes,
-                progress_callbacks=[_progress_class(report)],
-            )
-
-        _query_once(self._api, self._hub_file(name), download)
+        download = partial(
+            self._api.downloader.download_file,
+            self._name.repo,
+            _MODEL,
+            name,
+            revision=self._name.revision,
+            local_dir=self.path,
+            expected_sha256=self._files[name].etag or None,
+            file_size=self.size(name),
+            progress_callbacks=[progress_class(report)],
+        )
+        self._query(self._hub_file(name), download)
 
     def _fetch_range(self, file: RemoteFile, start: int, stop: int) -> bytes:
         headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
 
         def attempt() -> bytes:
-            response = self._api.legacy.download_stream(
-                self._name.repo, _MODEL, file.name, self._name.revision, headers
-            )
-            with response:
-                return read_range(response.headers, response.iter_content(_CHUNK_BYTES), start, stop)
+            place = (self._name.repo, _MODEL, file.name, self._name.revision)
+            with self._api.legacy.download_stream(*place, headers) as response:
+                chunks = response.iter_content(FIRST_BYTES)
+                return read_range(response.headers, chunks, start, stop)
 
-        return query(
-            self._hub_file(file.name),
-            attempt,
-            is_transient=_is_transient,
-            translate=lambda error, name: _translate(self._api, error, name),
-        )
+        return self._query(self._hub_file(file.name), attempt, is_transient=_is_transient)
 
+    def _endpoint(self) -> str:
+        return without_password(self._api.legacy.endpoint)
 
-def _progress_class(report: Callable[[int], object]) -> type:
-    """Make a callback class for the client that calls `report` with the bytes done."""
+    def _query(
+        self,
+        name: HubName,
+        request: Callable[[], T],
+        # By default the client itself repeats a request.
+        is_transient: Callable[[Exception], bool] = lambda error: False,
+    ) -> T:
+        return query(name, request, is_transient=is_transient, translate=self._translate)
 
-    class Counter:
-        def __init__(self, filename: str, file_size: int) -> None:
-            self.num_bytes = 0
-
-        def update(self, size: int) -> None:
-            self.num_bytes += size
-            report(self.num_bytes)
-
-        def end(self) -> None:
-            """Do nothing: `report` has got all bytes."""
-
-    return Counter
-
-
-# ── errors ──
-
-
-def _endpoint(api: Any) -> str:
-    return without_password(api.legacy.endpoint)
-
-
-def _query_once(api: Any, name: HubName, request: Callable[[], Any]) -> Any:
-    """Make a request that the client itself repeats after a transient error."""
-    return query(
-        name,
-        request,
-        is_transient=lambda error: False,
-        translate=lambda error, name: _translate(api, error, name),
-    )
+    def _translate(self, error: Exception, name: HubName) -> CheckpointError | None:
+        """Translate an error; return None for errors unrelated to ModelScope: of the disk."""
+        if isinstance(error, OSError) and error.errno is not None:
+            return None
+        status = getattr(error, "status_code", None)
+        # Of the message only this: its URL may be signed.
+        cause = re.search(r"\[Errno -?\d+\] [^'\")]+", str(error))
+        values = {
+            "site": self._endpoint(),
+            "wanted": name,
+            "repo": name.repo,
+            "status": status,
+            "token": "the token lacks permission"
+            if self._api.legacy.token
+            else "there is no token",
+            "reason": re.sub(r"\?[^\s)]*", "", str(error)),  # URLs may be signed
+        }
+        return choose_message(_MESSAGES, error, status, values)
 
 
 def _is_transient(error: Exception) -> bool:
-    # The errors of requests, the client's HTTP library, are OSErrors without a number.
-    is_broken = isinstance(error, OSError) and error.errno is None
-    return getattr(error, "retryable", is_broken or isinstance(error, http.RemoteProtocolError))
+    # The errors of requests, the client's HTTP library, are OSErrors.
+    return bool(getattr(error, "retryable", isinstance(error, (OSError, http.RemoteProtocolError))))
 
 
 _MESSAGES: Messages = (
@@ -186,45 +146,15 @@ _MESSAGES: Messages = (
         "try again later",
     ),
     (
-        (ValueError, TypeError, KeyError, AttributeError),
+        (ValueError, TypeError, KeyError, AttributeError, FileIntegrityError),
         "{site} sent other content than announced for {wanted}",
         "try again; check that MODELSCOPE_ENDPOINT is the URL of ModelScope and that no network "
         "log-in page intercepts requests",
     ),
     (
-        (OSError, http.RemoteProtocolError),
+        (HubError, OSError, http.RemoteProtocolError),
         "{wanted} can't be fetched from {site}: {reason}",
         "check the network and MODELSCOPE_ENDPOINT, and run the command again: complete files are "
         "kept; HF_HUB_OFFLINE=1 uses the files in the cache",
     ),
 )
-
-
-def _translate(api: Any, error: BaseException, name: HubName) -> CheckpointError | None:
-    """Translate an error; return None for errors unrelated to ModelScope, such as a full disk."""
-    from modelscope_hub.errors import FileIntegrityError
-
-    if isinstance(error, OSError) and error.errno is not None:
-        return None
-    if isinstance(error, FileIntegrityError):
-        error = ValueError()
-    status = getattr(error, "status_code", None)
-    values = {
-        "site": _endpoint(api),
-        "wanted": name,
-        "repo": name.repo,
-        "status": status,
-        "token": "the token lacks permission" if api.legacy.token else "there is no token",
-        "reason": _reason(error),
-    }
-    return choose_message(_MESSAGES, error, status, values)
-
-
-def _reason(error: BaseException) -> str:
-    """Describe a failed transfer without its URL, which may be signed."""
-    link: BaseException | None = error
-    while link is not None:
-        if isinstance(link, OSError) and link.strerror:
-            return str(link)
-        link = link.__cause__ or link.__context__
-    return "no answer in time" if isinstance(error, TimeoutError) else "the connection broke"

@@ -27,6 +27,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 )
 
 from duoka.base.files import cache_directory, keep, read_bytes
+from duoka.base.requirements import require_package
 from duoka.base.units import format_bytes
 from duoka.base.web import http
 from duoka.errors import CheckpointError, MachineError
@@ -46,44 +47,53 @@ from .listing import Listing, RemoteFile, has_known_hash, kept_listing, query_li
 from .repo_name import COMMIT, MODELSCOPE, HubName
 
 # Most headers are shorter than this; a longer header takes a second request.
-_FIRST_BYTES = 2**16
+FIRST_BYTES = 2**16
 _HEADERS_AT_ONCE = 8
 
 
 def open_snapshot(name: HubName) -> HubSnapshot:
     """Resolve a revision to a commit and its list of files; no file is fetched."""
     if name.site == MODELSCOPE:
-        from .modelscope import open_modelscope  # imported here: it imports this module
+        require_package("modelscope_hub", "modelscope", "models on ModelScope need")
+        from .modelscope import ModelScopeSnapshot
 
-        return open_modelscope(name)
-    is_offline = is_offline_mode()
-    listing = kept_listing(name) if is_offline or COMMIT.fullmatch(name.revision) else None
-    if listing is None:
-        listing = _list_cache(name) if is_offline else query_listing(name)
+        return ModelScopeSnapshot(name)
+    config = try_to_load_from_cache(name.repo, "config.json", revision=name.revision)
+    known = Path(config).parent if isinstance(config, str) else None
+    listing = find_listing(name, known, query_listing)
     folder = repo_folder_name(repo_id=name.repo, repo_type="model")
     cache = Path(constants.HF_HUB_CACHE).expanduser()
     path = cache / folder / "snapshots" / listing.commit
     return HubSnapshot(replace(name, revision=listing.commit), listing, cache, path)
 
 
-def _list_cache(name: HubName) -> Listing:
-    """List the files of a revision in huggingface_hub's cache, also those of other programs."""
-    config = try_to_load_from_cache(name.repo, "config.json", revision=name.revision)
-    if not isinstance(config, str):
+def find_listing(
+    name: HubName, directory: Path | None, query_files: Callable[[HubName], Listing]
+) -> Listing:
+    """Query the files of a revision; offline, or of a commit, return the stored list if possible.
+
+    Offline without a stored list, list the files that other programs downloaded into `directory`.
+    """
+    is_offline = is_offline_mode()
+    listing = kept_listing(name) if is_offline or COMMIT.fullmatch(name.revision) else None
+    if listing is not None:
+        return listing
+    if not is_offline:
+        return query_files(name)
+    if directory is None or not (directory / "config.json").is_file():
         raise offline_error(name)
-    snapshot = Path(config).parent
-    # A file is a link to a blob named after its hash. Only this link is followed: the blob may be a
-    # link itself, to a blob with another name that models share.
+    # In huggingface_hub's cache a file is a link to a blob named after its hash. Only this link is
+    # followed: the blob may be a link itself, to a blob with another name that models share.
     files = [
         RemoteFile(
             name=path.name,
             num_bytes=path.stat().st_size,
             etag=path.readlink().name if path.is_symlink() else "",
         )
-        for path in snapshot.iterdir()
+        for path in directory.iterdir()
         if path.is_file()
     ]
-    return Listing(commit=snapshot.name, files={file.name: file for file in files})
+    return Listing(commit=directory.name, files={file.name: file for file in files})
 
 
 # huggingface_hub's cache of a repository:
@@ -196,7 +206,7 @@ class HubSnapshot:
             etag_timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
             # An existing file has a wrong size, or it would not be missing.
             force_download=(self.path / name).exists(),
-            tqdm_class=_progress_class(report),
+            tqdm_class=progress_class(report),
         )
         query(self._hub_file(name), download)
 
@@ -224,7 +234,8 @@ class HubSnapshot:
             raise MachineError(
                 f"{self.source} needs {format_bytes(needed)} more disk space, and {self._cache} "
                 f"has {format_bytes(free)} free",
-                hint=f"free some space, or set {self.cache_variable} to a directory on another disk",
+                hint=f"free some space, or set {self.cache_variable} to a directory on another "
+                "disk",
             )
 
     # ── headers ──
@@ -252,7 +263,7 @@ class HubSnapshot:
         hub_file, size = self._hub_file(file.name), file.num_bytes
         if is_offline_mode():
             raise offline_error(hub_file)
-        start = self._fetch_range(file, 0, min(_FIRST_BYTES, size)) if size else b""
+        start = self._fetch_range(file, 0, min(FIRST_BYTES, size)) if size else b""
         stop = LENGTH_BYTES + header_length(start[:LENGTH_BYTES], size, str(hub_file))
         if stop > len(start):
             start += self._fetch_range(file, len(start), stop)
@@ -275,14 +286,12 @@ class HubSnapshot:
         def attempt() -> bytes:
             with get_session().stream("GET", url, headers=headers, timeout=timeout) as response:
                 hf_raise_for_status(response)
-                return read_range(response.headers, response.iter_bytes(_FIRST_BYTES), start, stop)
+                return read_range(response.headers, response.iter_bytes(FIRST_BYTES), start, stop)
 
         return query(self._hub_file(file.name), attempt)
 
 
-def read_range(
-    headers: Mapping[str, str], chunks: Iterable[bytes], start: int, stop: int
-) -> bytes:
+def read_range(headers: Mapping[str, str], chunks: Iterable[bytes], start: int, stop: int) -> bytes:
     """Read a range of bytes from a response; never read more, even if the server sends more."""
     if not headers.get("content-range", "").startswith(f"bytes {start}-"):
         raise ValueError("another byte range than requested")
@@ -294,8 +303,8 @@ def read_range(
     raise http.RemoteProtocolError("the transfer ended early")
 
 
-def _progress_class(report: Callable[[int], object]) -> type:
-    """Make a silent progress bar class for huggingface_hub that calls `report` with bytes done."""
+def progress_class(report: Callable[[int], object]) -> type:
+    """Make a silent progress bar class for both clients that calls `report` with the bytes done."""
 
     class Counter(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -305,5 +314,8 @@ def _progress_class(report: Callable[[int], object]) -> type:
         def update(self, num_bytes: float | None = 1) -> None:
             self.num_bytes += int(num_bytes or 0)
             report(self.num_bytes)
+
+        def end(self) -> None:
+            """Do nothing: ModelScope's client calls this at the end."""
 
     return Counter
