@@ -235,7 +235,7 @@ def test_a_private_model(scope: HubServer, monkeypatch: pytest.MonkeyPatch) -> N
     assert all(request.has_token for request in scope.requests)
     assert not any(r.has_token or "cookie" in r.headers for r in scope.storage_requests)
     monkeypatch.setenv("MODELSCOPE_API_TOKEN", "ms-badtoken")
-    assert "denies access to modelscope:org/model: it is not granted" in refused(open_it)[0]
+    assert "denies access to modelscope:org/model: the token has no access" in refused(open_it)[0]
 
 
 def test_a_gated_model(scope: HubServer) -> None:

@@ -114,10 +114,8 @@ class ModelScopeSnapshot(HubSnapshot):
             "wanted": name,
             "repo": name.repo,
             "status": status,
-            "token": "the token lacks permission"
-            if self._api.legacy.token
-            else "there is no token",
-            "reason": re.sub(r"\?[^\s)]*", "", str(error)),  # URLs may be signed
+            "token": "the token has no access" if self._api.legacy.token else "no token is set",
+            "reason": cause[0] if cause else type(error).__name__,
         }
         return choose_message(_MESSAGES, error, status, values)
 
