@@ -16,10 +16,12 @@ import tuning
 from accelerate.utils import get_max_memory
 from accelerate.utils.modeling import check_device_map
 from exported import parsed
-from staged import placed, staged
+from image_checkpoints import write_glm4v
+from staged import placed, renamed, staged
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from duoka import Plan, export, plan
+from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import UsageError
 from duoka.forecast.workload import Training, Workload
 
@@ -64,24 +66,7 @@ def test_inference_is_infer_and_deploy() -> None:
 
 def test_numbers_are_those_of_the_visible_gpus() -> None:
     """A plan of the third and fourth GPU: CUDA then counts from 0."""
-    made = staged([3, 2])
-    fleet = replace(made.fleet, devices=tuple(
-        replace(device, name=f"cuda:{number + 2}") for number, device in enumerate(made.fleet.devices)
-    ))  # fmt: skip
-    names = {f"cuda:{number}": f"cuda:{number + 2}" for number in range(4)}
-    moved = tuple((module, names[at]) for module, at in made.placement.entries)
-    made = replace(
-        made,
-        fleet=fleet,
-        placement=replace(made.placement, entries=moved),
-        forecast=replace(
-            made.forecast,
-            devices=tuple(
-                replace(each, device=names[each.device]) for each in made.forecast.devices
-            ),
-        ),
-        binding_device="cuda:2",
-    )
+    made = renamed(staged([3, 2]), {f"cuda:{number}": f"cuda:{number + 2}" for number in range(4)})
     environment, options = commands(made)["infer"]
     assert environment["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert set(device_map(options).values()) == {0, 1}
@@ -90,18 +75,20 @@ def test_numbers_are_those_of_the_visible_gpus() -> None:
     assert get_max_memory(max_memory) == {0: 24 * 2**30, 1: 12 * 2**30}
 
 
-@pytest.mark.parametrize("source", ["chatglm3-6b-tiny", "glm-4-9b-tiny", "glm-4v-9b-tiny"])
-def test_the_map_has_the_names_of_the_published_code(source: str, published_data: Path) -> None:
+@pytest.mark.parametrize("source", ["glm-4v", "chatglm3-6b-tiny", "glm-4-9b-tiny"])
+def test_the_map_has_the_names_of_the_published_code(
+    source: str, published_data: Path, tmp_path: Path
+) -> None:
     path = published_data / "reference" / source
+    if source == "glm-4v":
+        path = write_glm4v(tmp_path)
     made = plan(path, "virtual:3x640MiB", Workload(prompt_tokens=100, new_tokens=28), use_all=True)
     _, options = commands(made)["infer"]
     names = device_map(options)
     assert set(names.values()) == {0, 1, 2}
-    with (path / "model.safetensors").open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    tensors = header.keys() - {"__metadata__"}
-    assert all(any(f"{t}.".startswith(f"{name}.") for name in names) for t in tensors)
-    assert "transformer.rotary_pos_emb" in names
+    tensors = Checkpoint.open(path).tensors or {}
+    assert all(any(f"{name}.".startswith(f"{each}.") for each in names) for name in tensors)
+    assert all(name.startswith("transformer.") for name in [*names, *tensors])
 
 
 @pytest.mark.parametrize("family", ["llama", "tied"])
