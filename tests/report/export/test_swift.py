@@ -16,7 +16,6 @@ import tuning
 from accelerate.utils import get_max_memory
 from accelerate.utils.modeling import check_device_map
 from exported import parsed
-from image_checkpoints import write_glm4v
 from staged import placed, renamed, staged
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -75,13 +74,18 @@ def test_numbers_are_those_of_the_visible_gpus() -> None:
     assert get_max_memory(max_memory) == {0: 24 * 2**30, 1: 12 * 2**30}
 
 
-@pytest.mark.parametrize("source", ["glm-4v", "chatglm3-6b-tiny", "glm-4-9b-tiny"])
+@pytest.mark.parametrize(
+    ("source", "place"),
+    [
+        ("chatglm3-6b-tiny", "published_data"),
+        ("glm-4-9b-tiny", "published_data"),
+        ("glm-4v-9b-tiny", "shared_data"),
+    ],
+)
 def test_the_map_has_the_names_of_the_published_code(
-    source: str, published_data: Path, tmp_path: Path
+    source: str, place: str, request: pytest.FixtureRequest
 ) -> None:
-    path = published_data / "reference" / source
-    if source == "glm-4v":
-        path = write_glm4v(tmp_path)
+    path = request.getfixturevalue(place) / "reference" / source
     made = plan(path, "virtual:3x640MiB", Workload(prompt_tokens=100, new_tokens=28), use_all=True)
     _, options = commands(made)["infer"]
     names = device_map(options)
