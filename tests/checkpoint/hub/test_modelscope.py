@@ -254,7 +254,7 @@ def test_a_busy_server(scope: HubServer, code: int) -> None:
     scope.next("api", *[hub_server.status(code)] * 20)
     message, hint = refused(open_it)
     assert message == f"{scope.url} answers with status {code} to the request for {SCOPE}"
-    assert hint == "try again later"
+    assert str(hint).startswith("try again later; after 429 log in (`modelscope login`)")
 
 
 @pytest.mark.parametrize("place", ["api", "config.json", "storage"])
@@ -282,7 +282,7 @@ def test_a_listing_that_is_none(scope: HubServer, body: bytes) -> None:
 def test_a_connection_that_is_refused(scope: HubServer) -> None:
     scope.close()
     message, hint = refused(open_it)
-    assert message == f"{SCOPE} can't be fetched from {scope.url}: [Errno 111] Connection refused"
+    assert message == f"{scope.url} can't be reached for {SCOPE}: [Errno 111] Connection refused"
     assert "check the network and MODELSCOPE_ENDPOINT" in str(hint)
 
 

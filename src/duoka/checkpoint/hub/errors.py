@@ -61,7 +61,8 @@ def _http_status(error: BaseException) -> int | None:
     return getattr(getattr(error, "response", None), "status_code", None)
 
 
-_MESSAGES: Messages = (
+# The placeholders are filled for the Hub or for ModelScope.
+MESSAGES: Messages = (
     (
         GatedRepoError,
         "{repo} is gated: its authors must grant you access",
@@ -85,18 +86,17 @@ _MESSAGES: Messages = (
     (
         {401, 403},
         "{hub} denies access to {wanted}: {token}",
-        "log in (`hf auth login`), or correct or unset HF_TOKEN",
+        "{access}",
     ),
     (
-        HfHubHTTPError,
+        {*range(400, 600)},
         "{hub} answers with status {status} to the request for {wanted}",
-        "try again later; after 429 log in (`hf auth login`): the rate limit is higher with a "
-        "token",
+        "try again later; after 429 log in (`{command}`): the rate limit is higher with a token",
     ),
     (
         _UNREACHED,
         "{hub} can't be reached for {wanted}: {error}",
-        "check the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 uses the files in the cache",
+        "check the network and {variable}; HF_HUB_OFFLINE=1 uses the files in the cache",
     ),
     (
         http.TimeoutException,
@@ -111,7 +111,7 @@ _MESSAGES: Messages = (
     (
         (FileMetadataError, ValueError, TypeError, KeyError, OSError),
         "{hub} sent other content than announced for {wanted}",
-        "try again; check that HF_ENDPOINT is the URL of a Hub and that no network log-in page "
+        "try again; check that {variable} is the URL of a Hub and that no network log-in page "
         "intercepts requests",
     ),
 )
@@ -137,8 +137,11 @@ def _translate(error: BaseException, name: HubName) -> CheckpointError | None:
         "token": trouble if token else "there is no token",
         "log_in": "" if token else "; for private repositories log in: hf auth login",
         "timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT,
+        "access": "log in (`hf auth login`), or correct or unset HF_TOKEN",
+        "command": "hf auth login",
+        "variable": "HF_ENDPOINT",
     }
-    return choose_message(_MESSAGES, error, status, values)
+    return choose_message(MESSAGES, error, status, values)
 
 
 def choose_message(

@@ -22,7 +22,7 @@ from modelscope_hub.errors import CacheNotFound, FileIntegrityError, HubError
 from duoka.base.web import http
 from duoka.errors import CheckpointError
 
-from .errors import Messages, choose_message, query, without_password
+from .errors import MESSAGES, choose_message, query, without_password
 from .listing import Listing, RemoteFile, keep_listing, make_file
 from .repo_name import HubName
 from .snapshot import FIRST_BYTES, HubSnapshot, find_listing, progress_class, read_range
@@ -88,36 +88,39 @@ class ModelScopeSnapshot(HubSnapshot):
                 chunks = response.iter_content(FIRST_BYTES)
                 return read_range(response.headers, chunks, start, stop)
 
-        return self._query(self._hub_file(file.name), attempt, is_transient=_is_transient)
+        return self._query(self._hub_file(file.name), attempt, is_repeated=True)
 
     def _endpoint(self) -> str:
         return without_password(self._api.legacy.endpoint)
 
-    def _query(
-        self,
-        name: HubName,
-        request: Callable[[], T],
-        # By default the client itself repeats a request.
-        is_transient: Callable[[Exception], bool] = lambda error: False,
-    ) -> T:
+    def _query(self, name: HubName, request: Callable[[], T], *, is_repeated: bool = False) -> T:
+        """Make a request; by default the client itself repeats it after a transient error."""
+        is_transient = _is_transient if is_repeated else lambda error: False
         return query(name, request, is_transient=is_transient, translate=self._translate)
 
     def _translate(self, error: Exception, name: HubName) -> CheckpointError | None:
         """Translate an error; return None for errors unrelated to ModelScope: of the disk."""
         if isinstance(error, OSError) and error.errno is not None:
             return None
-        status = getattr(error, "status_code", None)
-        # Of the message only this: its URL may be signed.
-        cause = re.search(r"\[Errno -?\d+\] [^'\")]+", str(error))
+        status, token = getattr(error, "status_code", None), self._api.legacy.token
         values = {
-            "site": self._endpoint(),
+            "hub": self._endpoint(),
             "wanted": name,
-            "repo": name.repo,
             "status": status,
-            "token": "the token has no access" if self._api.legacy.token else "no token is set",
-            "reason": cause[0] if cause else type(error).__name__,
+            "token": "the token has no access" if token else "no token is set",
+            "access": f"request access at {self._endpoint()}/models/{name.repo}, and log in "
+            "(`modelscope login`) or set MODELSCOPE_API_TOKEN",
+            "command": "modelscope login",
+            "variable": "MODELSCOPE_ENDPOINT",
         }
-        return choose_message(_MESSAGES, error, status, values)
+        if isinstance(error, (FileIntegrityError, ValueError, AttributeError)):
+            error = ValueError()
+        elif status is None and isinstance(error, (HubError, OSError)):
+            # Of the message only this: its URL may be signed.
+            cause = re.search(r"\[Errno -?\d+\] [^'\")]+", str(error))
+            values["error"] = cause[0] if cause else "the connection broke"
+            error = http.ConnectError("") if cause else http.ReadError("")
+        return choose_message((_MISSING, *MESSAGES), error, status, values)
 
 
 def _is_transient(error: Exception) -> bool:
@@ -125,34 +128,9 @@ def _is_transient(error: Exception) -> bool:
     return bool(getattr(error, "retryable", isinstance(error, (OSError, http.RemoteProtocolError))))
 
 
-_MESSAGES: Messages = (
-    (
-        {404},
-        "{site} has no such repository, revision or file: {wanted}",
-        "check the spelling (ZhipuAI on ModelScope is zai-org on the Hub); for private "
-        "repositories log in: modelscope login",
-    ),
-    (
-        {401, 403},
-        "{site} denies access to {wanted}: {token}",
-        "request access at {site}/models/{repo}, and log in (`modelscope login`) or set "
-        "MODELSCOPE_API_TOKEN",
-    ),
-    (
-        {*range(400, 600)},
-        "{site} answers with status {status} to the request for {wanted}",
-        "try again later",
-    ),
-    (
-        (ValueError, TypeError, KeyError, AttributeError, FileIntegrityError),
-        "{site} sent other content than announced for {wanted}",
-        "try again; check that MODELSCOPE_ENDPOINT is the URL of ModelScope and that no network "
-        "log-in page intercepts requests",
-    ),
-    (
-        (HubError, OSError, http.RemoteProtocolError),
-        "{wanted} can't be fetched from {site}: {reason}",
-        "check the network and MODELSCOPE_ENDPOINT, and run the command again: complete files are "
-        "kept; HF_HUB_OFFLINE=1 uses the files in the cache",
-    ),
+_MISSING = (
+    {404},
+    "{hub} has no such repository, revision or file: {wanted}",
+    "check the spelling (ZhipuAI on ModelScope is zai-org on the Hub); for private repositories "
+    "log in: modelscope login",
 )

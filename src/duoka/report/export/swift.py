@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Training
@@ -30,14 +29,10 @@ from .host_experts import refuse_host_experts
 from .text import Export, export_error, format_command
 
 NAME = "ms-swift"
-_MODEL_TYPE = "MODEL_TYPE"
+_UNKNOWN = "MODEL_TYPE"
 _OPTIMIZERS = {"adamw": "adamw_torch", "adamw8bit": "adamw_bnb_8bit"}
-_NF4 = {
-    "quant_method": "bnb",
-    "quant_bits": 4,
-    "bnb_4bit_quant_type": "nf4",
-    "bnb_4bit_use_double_quant": False,
-}
+# bitsandbytes' own defaults, as duoka quantizes.
+_NF4 = {"quant_method": "bnb", "quant_bits": 4, "bnb_4bit_use_double_quant": False}
 Options = dict[str, object]
 
 
@@ -72,8 +67,8 @@ def _model_options(plan: Plan, profile: Profile | None) -> Options:
         options["model_revision"] = revision
     if revision is not None and not common.is_on_modelscope(plan):
         options["use_hf"] = True
-    if _is_glm_code(plan):
-        options["model_type"] = _find_code(plan)["type"]
+    if model_type := _find_model(plan).get("type"):
+        options["model_type"] = model_type
     names: Convention = "checkpoint" if common.code_option(plan) else "model"
     # The numbers of CUDA are those of the visible GPUs, in their order.
     keys: dict[str, int | str] = {name: number for number, name in enumerate(plan.devices)}
@@ -87,22 +82,15 @@ def _model_options(plan: Plan, profile: Profile | None) -> Options:
     }
 
 
-def _is_glm_code(plan: Plan) -> bool:
-    """Return True for a model that ms-swift runs in the code of its checkpoint."""
-    return plan.model.startswith(("ChatGLM", "GLM4V"))
-
-
-def _find_code(plan: Plan) -> dict[str, str]:
-    """Find ms-swift's type of a model with published code, and its version of transformers."""
-    is_vision, source = common.is_glm4v(plan), plan.source.lower()
-    for code in _read_models()["code"]:
-        if (code["type"] == "chatglm4v") == is_vision and code["name"] in source:
-            return dict(code)
-    return {"type": "chatglm4v" if is_vision else _MODEL_TYPE, "transformers": ""}
-
-
-def _read_models() -> Any:
-    return json.loads((Path(__file__).parent / "swift_models.json").read_text(encoding="utf-8"))
+def _find_model(plan: Plan) -> dict[str, str]:
+    """Find ms-swift's type and required transformers of a GLM model; empty for other models."""
+    models = json.loads((Path(__file__).parent / "swift_models.json").read_text(encoding="utf-8"))
+    family = "ChatGLM" if plan.model.startswith("ChatGLM") else plan.model
+    family = "GLM-4V" if common.is_glm4v(plan) else family
+    for model in models["models"]:
+        if model["family"] == family and model["name"] in plan.source.lower():
+            return {**model, "version": models["version"]}
+    return {}
 
 
 def _training_options(plan: Plan, training: Training) -> Options:
@@ -111,7 +99,7 @@ def _training_options(plan: Plan, training: Training) -> Options:
     if plan.offloaded:
         why = "its trainer rejects offloaded modules"
         raise export_error(NAME, why, "plan with more GPUs, or train with duoka tune")
-    if training.lora_targets and _is_glm_code(plan):
+    if training.lora_targets and common.code_option(plan):
         why = "the published code has other modules than the plan's adapters"
         raise export_error(NAME, why, "plan with adapters of all linear layers")
     options: Options = {
@@ -128,8 +116,7 @@ def _training_options(plan: Plan, training: Training) -> Options:
     if training.method == "full":
         return options | {"torch_dtype": kept_dtype}
     if training.lora_targets:
-        ends = "|".join(training.lora_targets)
-        options["target_regex"] = rf"(.*\.)?({ends})"
+        options["target_regex"] = rf"(.*\.)?({'|'.join(training.lora_targets)})"
     return options | {
         "lora_rank": training.lora_rank,
         "lora_alpha": training.lora_alpha or 2 * training.lora_rank,
@@ -142,41 +129,32 @@ def _notes(plan: Plan) -> Iterator[str]:
     """Yield the differences between the plan and ms-swift."""
     yield from common.common_notes(plan)
     yield from common.source_note(plan)
-    yield from _version_notes(plan)
+    model, workload, training = _find_model(plan), plan.workload, plan.workload.training
+    if model.get("type") == _UNKNOWN:
+        yield f"NOTE: replace {_UNKNOWN} by chatglm2, chatglm3, chatglm4 or codegeex4."
+    elif model:
+        needed = f"transformers{model['transformers']}"
+        yield (
+            f"NOTE: ms-swift {model['version']} requires {needed} for this model: pip install "
+            f"'{needed}'"
+        )
+    if common.code_option(plan):
+        yield "NOTE: the checkpoint's own code runs, with all your permissions."
     yield from accelerate.dispatch_notes(plan)
-    workload, training = plan.workload, plan.workload.training
     if training is not None:
         yield (
             "NOTE: DATA.jsonl is a placeholder. ms-swift runs one process, in which one GPU works "
             f"at a time, and pads rows; the plan: {training.schedule}, {training.rows}."
         )
         return
+    chunk = workload.prefill_chunk_tokens
     yield (
         f"NOTE: memory is planned for {workload.context_tokens} tokens of {workload.batch} "
         f"sequences; swift deploy doesn't limit a request's max_tokens. ms-swift's KV cache is "
         f"dynamic, in 16 bit; the plan's is {workload.cache}. For swift sft plan with --train."
     )
-    if workload.prefill_chunk_tokens is not None:
+    if chunk is not None:
         yield (
-            f"NOTE: the plan's prefill runs in chunks of {workload.prefill_chunk_tokens} tokens; "
-            "ms-swift's is a single pass, which needs more memory: --prefill-chunk none plans it."
+            f"NOTE: the plan's prefill runs in chunks of {chunk} tokens; ms-swift's is a single "
+            "pass, which needs more memory: --prefill-chunk none plans it."
         )
-
-
-def _version_notes(plan: Plan) -> Iterator[str]:
-    """Yield notes on the model's type, its code, and the version of transformers it requires."""
-    models = _read_models()
-    required = models["classes"].get(plan.model, "")
-    if _is_glm_code(plan):
-        code = _find_code(plan)
-        required = code["transformers"]
-        if code["type"] == _MODEL_TYPE:
-            yield f"NOTE: replace {_MODEL_TYPE} by chatglm2, chatglm3, chatglm4 or codegeex4."
-    if required:
-        required = f"transformers{required}"
-        yield (
-            f"NOTE: ms-swift {models['version']} requires {required} for this model: pip install "
-            f"'{required}'"
-        )
-    if common.code_option(plan):
-        yield "NOTE: the checkpoint's own code runs, with all your permissions."
