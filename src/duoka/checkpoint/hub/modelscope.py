@@ -61,6 +61,7 @@ class ModelScopeSnapshot(HubSnapshot):
         files = [
             make_file(entry.path, entry.size, (entry.sha256 or "").lower())
             for entry in self._query(name, request)
+            if not entry.is_dir
         ]
         by_name = {file.name: file for file in files if file is not None}
         return keep_listing(name, Listing(commit=name.revision, files=by_name))
