@@ -269,6 +269,17 @@ def test_broken_transfers(
     assert f"can't be fetched from {scope.url}" in message
 
 
+def test_a_range_that_ends_early(scope: HubServer) -> None:
+    short = hub_server.status(206, b"short", Content_Range="bytes 0-4/9")
+    scope.next("storage", short)
+    assert open_it().weight_bytes == 200 * (300 + 600) * 4
+    scope.repos[NAME].files[SHARD] += b" "  # not the one whose header is known
+    scope.next("storage", *[short] * 20)
+    assert refused(open_it)[0] == (
+        f"{SHARD} of {SCOPE} can't be fetched from {scope.url}: the connection broke"
+    )
+
+
 @pytest.mark.parametrize("body", [b"<html>Welcome</html>", b"[]", b'{"Data": 5}', b'{"Data": [3]}'])
 def test_a_listing_that_is_none(scope: HubServer, body: bytes) -> None:
     scope.next("api", hub_server.status(200, body))

@@ -107,6 +107,7 @@ class ModelScopeSnapshot(HubSnapshot):
         values = {
             "hub": self._endpoint(),
             "wanted": name,
+            "error": "the connection broke",
             "status": status,
             "token": "the token has no access" if token else "no token is set",
             "access": f"request access at {self._endpoint()}/models/{name.repo}, and log in "
@@ -119,8 +120,8 @@ class ModelScopeSnapshot(HubSnapshot):
         elif status is None and isinstance(error, (HubError, OSError)):
             # Of the message only this: its URL may be signed.
             cause = re.search(r"\[Errno -?\d+\] [^'\")]+", str(error))
-            values["error"] = cause[0] if cause else "the connection broke"
             error = http.ConnectError("") if cause else http.ReadError("")
+            values["error"] = cause[0] if cause else values["error"]
         return choose_message((_MISSING, *MESSAGES), error, status, values)
 
 
