@@ -198,6 +198,7 @@ def test_lora_is_sft() -> None:
         "--optim": "adamw_torch",
         "--lora_rank": "16",
         "--lora_alpha": "32",
+        "--use_rslora": "False",
         "--lora_dropout": "0.1",
         "--lora_dtype": "bfloat16",
     }
@@ -220,6 +221,9 @@ def test_full_training_with_master_weights() -> None:
 def test_targets_are_one_expression() -> None:
     training = Training(lora_targets=("q_proj", "v_proj"), master_weights=True)
     options = commands(training_plan(training))["sft"][1]
+    assert (
+        commands(training_plan(replace(training, rslora=True)))["sft"][1]["--use_rslora"] == "True"
+    )
     assert options["--target_regex"] == r"(.*\.)?(q_proj|v_proj)"
     assert (options["--torch_dtype"], options["--lora_dtype"]) == ("bfloat16", "float32")
 

@@ -120,6 +120,7 @@ def _training_options(plan: Plan, training: Training) -> Options:
     return options | {
         "lora_rank": training.lora_rank,
         "lora_alpha": training.lora_alpha or 2 * training.lora_rank,
+        "use_rslora": training.rslora,
         "lora_dropout": training.lora_dropout,
         "lora_dtype": kept_dtype,
     }
