@@ -1,6 +1,6 @@
 """Exports held against the tools' own parsers, cut out of their packages.
 
-    pip download --no-deps -d wheels vllm==0.33.0 sglang==0.5.23 torchtitan==0.3.0
+    pip download --no-deps -d wheels vllm==0.33.0 sglang==0.5.23 torchtitan==0.3.0 ms-swift==4.6.0
     for wheel in wheels/*.whl; do python -m zipfile -e "$wheel" tools; done
     python benchmarks/exports.py tools
 
@@ -9,6 +9,7 @@ very function that reads what duoka writes is taken from its file and called, fo
 shapes on unequal machines; options of command lines must be among those that the tool declares.
 Which classes run in a pipeline is read from the classes and compared with `pipelines.json`: what
 SGLang's and vLLM's `forward` takes, and whether vLLM's is `SupportsPP`, with all their bases.
+`swift_models.json` is compared with ms-swift's table of models.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ import tempfile
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import accumulate, chain, product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Union
 
 from planner_models import MACHINES, MODELS
 from torch import nn
+from transformers import TrainingArguments
 
 import duoka
 from duoka.report.export.stages import to_layer_pipeline
@@ -63,7 +65,7 @@ class Tool:
         """One function of a file, with what it looks up outside of itself."""
         found = [
             node
-            for node in self.tree(file).body
+            for node in ast.walk(self.tree(file))
             if isinstance(node, ast.FunctionDef) and node.name == name
         ]
         for argument in ast.walk(found[0]):
@@ -277,7 +279,77 @@ def torchtitan(tool: Tool, plan: duoka.Plan) -> None:
     assert sum(map(len, kept)) == num + 3
 
 
-TOOLS = {"vllm": vllm, "sglang": sglang, "torchtitan": torchtitan}
+def swift(tool: Tool, plan: duoka.Plan) -> None:
+    folder = "arguments/base_args/model_args.py"
+    declared = tool.options("arguments/*.py", "arguments/base_args/*.py", "trainers/arguments.py")
+    declared |= {"--" + each.name.replace("_", "-") for each in fields(TrainingArguments)}
+    training = replace(
+        plan.workload, training=duoka.Training(), new_tokens=0, prefill_chunk_tokens=None
+    )
+    for each in (plan, replace(plan, workload=training)):
+        for text in duoka.export(each, "swift").text.split("\n\n"):
+            words = shlex.split(text.replace("\\\n", " "))
+            start = words.index("--model")
+            options = dict(zip(words[start::2], words[start + 1 :: 2], strict=True))
+            unknown = {name.replace("_", "-") for name in options} - declared
+            assert not unknown, unknown
+            # What `ModelArguments` makes of the texts, in its own words.
+            args = SimpleNamespace(max_memory=options["--max_memory"], device_map=None)
+            args.device_map = options["--device_map"]
+            names = {
+                "get_dist_setting": lambda: (-1, -1, 1, 1), "ast": ast, "Union": Union,
+                "Dict": dict, "Any": Any, "json_parse_to_dict": read_json,
+            }  # fmt: skip
+            for method in ("_init_device_map", "_init_max_memory"):
+                tool.function(folder, method, **names)(args)
+            devices = [plan.fleet.device(name) for name in plan.devices]
+            budgets = {number: device.budget_bytes for number, device in enumerate(devices)}
+            assert args.max_memory == budgets
+            assert set(args.device_map.values()) == set(budgets)
+
+
+def read_json(value: Any, strict: bool = True) -> Any:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def compare_swift_models(root: Path) -> int:
+    """Print where `swift_models.json` and ms-swift's table differ; the number of such models."""
+    path = Path(duoka.__file__).parent / "report/export/swift_models.json"
+    table, seen, wrong = json.loads(path.read_text("utf-8")), 0, 0
+    assert (root / f"ms_swift-{table['version']}.dist-info").is_dir(), table["version"]
+    families, known = {each["family"] for each in table["models"]}, set[str]()
+    for node in Tool(root, "swift").tree("model/models/glm.py").body:
+        if not isinstance(node, ast.Expr) or "ModelMeta(" not in ast.unparse(node):
+            continue
+        meta: Any = node.value.args[0]  # type: ignore[attr-defined]
+        common = {each.arg: each.value for each in meta.keywords}
+        kind = ast.unparse(meta.args[0]).rpartition(".")[2]
+        family = ast.literal_eval(common["architectures"])[0]
+        if family == "ChatGLMModel":
+            family = "GLM-4V" if kind == "chatglm4v" else "ChatGLM"
+        for group in meta.args[1].elts if family in families else ():
+            settings = common | {each.arg: each.value for each in group.keywords}
+            required = ast.literal_eval(settings["requires"])
+            for model in group.args[0].elts:
+                source = ast.literal_eval(model.args[0]).lower()
+                if source in known:  # ms-swift takes the first one
+                    continue
+                known.add(source)
+                entry = next(
+                    each
+                    for each in table["models"]
+                    if each["family"] == family and each["name"] in source
+                )
+                is_right = f"transformers{entry['transformers']}" in required
+                seen += 1
+                if not is_right or entry.get("type", kind) != kind:
+                    print(f"# ms-swift: {source}: {entry}, not {kind}, {required}")
+                    wrong += 1
+    print(f"| ms-swift | {table['version']} | {seen} models of GLM | {wrong} other |\n")
+    return wrong
+
+
+TOOLS = {"vllm": vllm, "sglang": sglang, "swift": swift, "torchtitan": torchtitan}
 
 
 def plans() -> Iterator[duoka.Plan]:
@@ -311,6 +383,7 @@ def main(directory: str) -> int:
         print(f"| {name} | {tool.version} | {read} of {len(made) - refused} | {refused} |")
     print()
     wrong += compare_classes(root)
+    wrong += compare_swift_models(root)
     return int(wrong > 0)
 
 

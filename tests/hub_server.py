@@ -73,13 +73,13 @@ Misbehaviour = Callable[["Handler", Callable[[], None]], None]
 class HubServer:
     """The Hub and its storage, each on a port of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, site: type[Handler] | None = None) -> None:
         self.repos: dict[str, Repo] = {}
         self.requests: list[Request] = []
         self.storage_requests: list[Request] = []
         self._line: list[tuple[str, Misbehaviour]] = []
         self._lock = threading.Lock()
-        self._servers = [_Server(self, handler) for handler in (_Hub, _Storage)]
+        self._servers = [_Server(self, handler) for handler in (site or _Hub, _Storage)]
         # Two hosts, as the Hub's and its storage's are.
         self.url, self.storage_url = (
             f"http://{host}:{server.server_port}"
@@ -113,8 +113,8 @@ class HubServer:
 
 
 @contextmanager
-def serve() -> Iterator[HubServer]:
-    hub = HubServer()
+def serve(site: type[Handler] | None = None) -> Iterator[HubServer]:
+    hub = HubServer(site)
     try:
         yield hub
     finally:

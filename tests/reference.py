@@ -29,8 +29,9 @@ Answers go to standard output, messages and progress to standard error. Every co
 ERRORS = """\
 An error is one message (what is wrong, the value, the limit with its unit) and a `hint:` with the
 remedy. A traceback appears only for a defect of duoka (exit code 70; please report it) and with
-`--debug`. In messages `***` replaces tokens, passwords and the values of `HF_TOKEN` and
-`HUGGING_FACE_HUB_TOKEN`; control characters from models and checkpoints are escaped.
+`--debug`. In messages `***` replaces tokens, passwords and the values of `HF_TOKEN`,
+`HUGGING_FACE_HUB_TOKEN` and `MODELSCOPE_API_TOKEN`; control characters from models and checkpoints
+are escaped.
 
 SIGINT (Ctrl-C), SIGTERM and SIGHUP end the program: it prints `stopped`, restores the terminal,
 and leaves every file either complete or unchanged. A second Ctrl-C within two seconds is ignored, a
@@ -62,7 +63,10 @@ VARIABLES = {
     "HF_ENDPOINT": "URL of the Hub, read by huggingface_hub",
     "HF_HOME": "directory of huggingface_hub's cache",
     "HF_HUB_CACHE": "directory of downloaded repositories, read by huggingface_hub",
-    "HF_HUB_OFFLINE": "1 forbids requests to the Hub",
+    "HF_HUB_OFFLINE": "1 forbids requests to the Hub and to ModelScope",
+    "MODELSCOPE_API_TOKEN": "token for ModelScope, read by its client; masked in messages",
+    "MODELSCOPE_ENDPOINT": "URL of ModelScope, read by its client; by default modelscope.cn",
+    "MODELSCOPE_CACHE": "directory of downloaded repositories of ModelScope, read by its client",
     "NO_COLOR": "disables colors",
     "FORCE_COLOR": "enables colors where the output is not a terminal",
     "RANK": "set by torchrun: number of the process",

@@ -109,6 +109,15 @@ def test_secrets_are_not_shown(text: str) -> None:
     assert "***" in redact(text)
 
 
+def test_secrets_of_modelscope_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    token = "ms-0123abcd-0123-4567-89ab-0123456789ab"
+    assert redact(f"401 for {token}, GET /x?auth_key=1-verysecret") == (
+        "401 for ms-***, GET /x?auth_key=***"
+    )
+    monkeypatch.setenv("MODELSCOPE_API_TOKEN", "an-odd-one-of-a-company")
+    assert redact("refused: an-odd-one-of-a-company.") == "refused: ***."
+
+
 HARMLESS = [
     "File huggingface_hub/hf_api.py, in hf_hub_download",
     "the tokenizer has no special token <|user|>",
@@ -116,7 +125,7 @@ HARMLESS = [
     "new_tokens=8, max_tokens: 32, num_tokens = 7",
     "https://huggingface.co/org/model can't be reached",
     "model.layers.0.self_attn.k_proj.weight",
-    "risk-free task-specific desk-lamp",
+    "risk-free task-specific desk-lamp, ms-swift-fine-tuning",
     "token_embedding: cuda:0",
 ]
 

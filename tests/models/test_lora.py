@@ -102,9 +102,14 @@ def test_three_adapters_are_one_of_the_sum_of_their_ranks(
         for part, zeros in ((part, torch.zeros(rows, 32)) for part, rows in ROWS.items())
     ]
     assert close(product(published.layers[FUSED]), torch.cat(products))
+    # Split again they have their own ranks: a run can go on with them.
     again = native_form(published, CHATGLM)
-    for part, expected in zip(ROWS, products, strict=True):
-        assert close(product(again.layers[f"{LAYER}.self_attn.{part}"]), expected)
+    assert {name: layer.rank for name, layer in again.layers.items()} == {
+        f"{LAYER}.self_attn.{part}": rank for part, (rank, _) in parts.items()
+    }
+    for name, layer in again.layers.items():
+        assert torch.equal(layer.down, native.layers[name].down)
+        assert close(product(layer), product(native.layers[name]))
 
 
 NAMES = {
@@ -118,6 +123,12 @@ NAMES = {
     ),
     "model.vision.linear_proj.dense_h_to_4h": "transformer.vision.linear_proj.dense_h_to_4h",
 }
+
+
+def test_an_adapter_before_its_first_step_has_all_parts() -> None:
+    fused = LowRank(down=torch.randn(3, 32), up=torch.zeros(64, 3), scaling=1.0)
+    native = native_form(LoraAdapter(layers={FUSED: fused}), CHATGLM)
+    assert [layer.rank for layer in native.layers.values()] == [3, 3, 3]
 
 
 def test_other_modules_change_their_names_only() -> None:

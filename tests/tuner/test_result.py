@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from duoka.planner.placement import Placement
 from duoka.runtime.load import load_weights
 from duoka.runtime.load.adapter import read_adapter
 from duoka.tuner.checkpoints import SavedParameters, TrainingCheckpoints
-from duoka.tuner.result import write_adapter, write_merged
+from duoka.tuner.result import describe_for_vllm, write_adapter, write_merged
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -165,11 +166,57 @@ def test_an_adapter_has_the_published_names_where_they_are_asked_for(
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     names = {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}
     assert set(config["target_modules"]) == names
-    assert set(config["rank_pattern"].values()) == {6}  # of q_proj and v_proj together
+    # The largest rank, of q_proj and v_proj together, is what vLLM has to allow.
+    assert (config["r"], config["lora_alpha"]) == (6, 0.75)
+    assert config["rank_pattern"] == dict.fromkeys(names - {"query_key_value"}, 3)
+    assert config["alpha_pattern"] == dict.fromkeys(names - {"query_key_value"}, 0.375)
+    assert describe_for_vllm(tmp_path / "adapter") is None
     # Read again it is the same one.
     model = load(tiny)
     put_adapter(model, native_form(read_adapter(tmp_path / "adapter"), base.config))
     assert close(logits(model), beside(base, adapter))
+
+
+@pytest.mark.parametrize(
+    ("rank", "sentence"),
+    [
+        (5, None),
+        (8, "its rank is 24: serve it with vllm serve --enable-lora --max-lora-rank 32"),
+        (64, "its rank is 192: serve it with vllm serve --enable-lora --max-lora-rank 256"),
+        (200, "vLLM can't serve it: its rank is 600, and at most 512 are allowed"),
+    ],
+)
+def test_the_rank_that_vllm_must_allow(
+    rank: int, sentence: str | None, tiny: Path, tmp_path: Path
+) -> None:
+    base = Checkpoint.open(tiny)
+    adapter = trained_adapter(base, ("q_proj", "k_proj", "v_proj"))
+    layers = {
+        name: replace(
+            layer, down=torch.randn(rank, layer.down.shape[1]), up=torch.randn(len(layer.up), rank)
+        )
+        for name, layer in adapter.layers.items()
+    }
+    adapter = LoraAdapter(layers=layers)
+    write_adapter(tmp_path / "adapter", adapter, base, names="original")
+    assert describe_for_vllm(tmp_path / "adapter") == sentence
+    write_adapter(tmp_path / "native", adapter, base)
+    assert json.loads((tmp_path / "native" / "adapter_config.json").read_text())["r"] == rank
+
+
+def test_a_merged_model_has_no_rank(tmp_path: Path) -> None:
+    assert describe_for_vllm(tmp_path) is None
+
+
+def test_layers_of_one_name_with_several_ranks_are_named_each(tiny: Path, tmp_path: Path) -> None:
+    base = Checkpoint.open(tiny)
+    adapter = trained_adapter(base, ("o_proj",))
+    (first, layer), *others = adapter.layers.items()
+    smaller = replace(layer, down=layer.down[:1], up=layer.up[:, :1])
+    write_adapter(tmp_path / "adapter", LoraAdapter(layers={first: smaller, **dict(others)}), base)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["rank_pattern"]) == (3, {first: 1})
+    assert read_adapter(tmp_path / "adapter").layers[first].rank == 1
 
 
 def test_peft_takes_the_published_names_for_the_published_modules(

@@ -57,10 +57,11 @@ class Checkpoint:
     Parameters
     ----------
     path : Path
-        The directory, or the config alone. For a model from the Hub, its directory in
-        huggingface_hub's cache, where files may still be missing.
+        The directory, or the config alone. For a model from the Hub or ModelScope, its directory in
+        the client's cache, where files may still be missing.
     source : str
-        Argument of `open` that opens this checkpoint again: the path, or "org/name@commit".
+        Argument of `open` that opens this checkpoint again: the path, "org/name@commit", or
+        "modelscope:org/name@revision".
     config : dict
         Content of ``config.json``.
     generation_config : dict or None
@@ -118,9 +119,11 @@ class Checkpoint:
         path : path or str
             A directory with ``config.json``; weights and indices are optional. Or a config
             alone, a file with any name that ends in ``.json``; files beside it are ignored. Or,
-            if the path does not exist, a model on the Hub: "org/name" or "org/name@revision".
+            if the path does not exist, a model on the Hub: "org/name" or "org/name@revision"; or
+            on ModelScope: "modelscope:org/name" or "modelscope:org/name@revision".
         revision : str, optional
-            Branch, tag or commit of a model on the Hub; by default "main".
+            Branch, tag or commit of a model on the Hub (by default "main") or on ModelScope
+            (by default "master").
         trust_remote_code : bool
             Let model code that comes with the checkpoint run when the model is built.
 
@@ -133,7 +136,7 @@ class Checkpoint:
         if root is not None and revision is not None:
             raise UsageError(
                 f"{root} is a local directory, which has no revision {revision!r}",
-                hint="--revision applies to models on the Hub",
+                hint="--revision applies to models on the Hub and on ModelScope",
             )
         if root is not None and root.is_file():
             return cls._of_config(root, trust_remote_code=trust_remote_code)
@@ -190,7 +193,8 @@ class Checkpoint:
     def name(self) -> str:
         """Short name for messages: the directory's or file's name, or "org/name"."""
         remote = self.source != str(self.path)
-        return self.source.partition("@")[0] if remote else self.path.name
+        repository = self.source.partition("@")[0].rpartition(":")[2]
+        return repository if remote else self.path.name
 
     @property
     def has_weights(self) -> bool:
@@ -324,7 +328,8 @@ def _remote(text: str, revision: str | None) -> Folder:
         raise CheckpointError(
             f"no such directory: {text[:300]!r}, and not the name of a model on the Hub",
             hint=_did_you_mean(path)
-            or 'give the directory that contains config.json, or a name such as "org/model"',
+            or 'give the directory that contains config.json, or a name such as "org/model" or '
+            '"modelscope:org/model"',
         )
     if path.parent.is_dir() and revision is None and "@" not in text:
         raise CheckpointError(

@@ -53,7 +53,7 @@ _OTHER_TOOLS_OPTIONS = {
 # Tokens and passwords must not be printed, whatever text contains them: users paste errors into
 # public issues.
 _REDACTED = "***"
-_TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+_TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MODELSCOPE_API_TOKEN")
 _MIN_TOKEN_LENGTH = 8  # a shorter value, such as "0", occurs in every text
 
 # Patterns of secrets. The first group is kept, the rest of the match is replaced.
@@ -63,6 +63,7 @@ _PATTERNS = [
         # Tokens of the Hub, and of services whose tokens are often in the same environment.
         r"\b((?-i:hf_|api_org_|ghp_))[A-Za-z0-9]{12,}",
         r"\b((?-i:github_pat_|glpat-|sk-))[A-Za-z0-9_-]{16,}",
+        r"\b(ms-)[0-9a-f]{8}-[0-9a-f-]{20,}",
         # Headers in logs or as Python prints a dict: 'Authorization': 'Bearer …'
         r"((?:proxy-)?authorization['\"]?\s*[:=]\s*b?['\"]?(?:(?:bearer|basic|token)\s+)?)"
         r"[^\s'\",}]+",
@@ -70,7 +71,7 @@ _PATTERNS = [
         r"((?:set-)?cookie['\"]?\s*[:=]\s*b?['\"]?)[^\r\n'\"]+",
         # URLs: https://user:password@host, and presigned query parameters.
         r"(\b[a-z][a-z0-9+.-]*://)[^\s/@'\"]+@",
-        r"([?&;](?:[\w.-]*(?:token|signature|credential|secret|password|api_?key)|policy|sig|key)=)"
+        r"([?&;](?:[\w.-]*(?:token|signature|credential|secret|password|api_?key)|policy|sig|(?:\w+_)?key)=)"
         r"[^\s&;'\"<>]+",
         # Assignments in code, JSON or logs: token="…", "password": "…"
         r"(\b(?:\w*_)?(?:token|secret|password|api_?key)['\"]?\s*[:=]\s*b?['\"])[^'\"\s]+",

@@ -118,10 +118,12 @@ def _discard(stream: TextIO) -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the program; return the exit code."""
     # Set before transformers is imported: its warnings and progress bars would interleave with our
-    # output, and huggingface_hub's warnings print presigned URLs.
+    # output, as those of ModelScope's client, and huggingface_hub's warnings print presigned URLs.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("MODELSCOPE_LOG_LEVEL", "CRITICAL")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     argv = complete_arguments(sys.argv[1:] if arguments is None else arguments)
     try:

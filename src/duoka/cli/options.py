@@ -36,10 +36,11 @@ class ModelOptions(OptionGroup):
     model: str | None = argument(
         "MODEL",
         "Directory of a checkpoint (config.json, weights), a config.json to plan for, or a model "
-        'on the Hub, as "org/name" or "org/name@revision".',
+        'on the Hub ("org/name" or "org/name@revision") or ModelScope ("modelscope:org/name").',
     )
     revision: str | None = option(
-        "NAME", 'Branch, tag or commit of a model on the Hub. By default "main".'
+        "NAME",
+        'Branch, tag or commit of a model on the Hub or ModelScope. By default "main" or "master".',
     )
     trust_remote_code: bool = flag(
         "Run the checkpoint's own model and tokenizer code. It has all your permissions."

@@ -351,7 +351,16 @@ def _export(options: TuneOptions, path: Path) -> None:
         from duoka.tuner.tune import export_result
 
         result = export_result(path, merge=options.merge)
-    stdout().print(f"the result is in {result}", markup=False, soft_wrap=True)
+    _print_directory(result)
+
+
+def _print_directory(result: Path, of_step: str = "") -> None:
+    """Print the directory of a result, and before it the option that vLLM needs for an adapter."""
+    from duoka.tuner.result import describe_for_vllm
+
+    for text in (describe_for_vllm(result), f"the result is in {result}{of_step}"):
+        if text is not None:
+            stdout().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_result(result: TuneResult) -> None:
@@ -363,8 +372,7 @@ def _print_result(result: TuneResult) -> None:
     if result.result is not None:
         is_last = result.result_step == result.steps
         of_step = "" if is_last else f", from step {result.result_step}"
-        text = f"the result is in {result.result}{of_step}"
-        stdout().print(text, markup=False, soft_wrap=True)
+        _print_directory(result.result, of_step)
     if result.best is not None:
         text = f"best evaluation loss: {result.best} (duoka tune --export {result.best})"
         stdout().print(text, markup=False, soft_wrap=True)

@@ -3,8 +3,8 @@
 The native form has the names of the class that duoka builds. For the ChatGLM family that class has
 a query, a key and a value projection, where the published code has one fused matrix,
 `query_key_value`; other modules have other names, too. Both forms of an adapter are equivalent. A
-fused adapter becomes three adapters with its A, each with some rows of its B. Three separate
-adapters become a fused one with the sum of their ranks:
+fused adapter becomes three adapters, each with some rows of its B, and with the rows of its A that
+those use. Three separate adapters become a fused one with the sum of their ranks:
 
     A = [A_q; A_k; A_v]      B = diag(B_q, B_k, B_v)
 """
@@ -134,7 +134,14 @@ def native_form(adapter: LoraAdapter, config: Mapping[str, Any]) -> LoraAdapter:
                 )
             prefix = _rename_parts(name.removesuffix(_FUSED), RENAMED)
             for part, up in zip(_PARTS, layer.up.split(rows), strict=True):
-                layers[f"{prefix}{part}"] = replace(layer, up=up)
+                # Of a block diagonal B only the columns of the part, which was trained with them;
+                # a part of zeros wasn't trained. Before the first step all of B is zero.
+                used = up.any(dim=0)
+                down = layer.down
+                if layer.up.any() and not used.all():
+                    down, up = down[used], up[:, used]
+                if len(down):
+                    layers[f"{prefix}{part}"] = replace(layer, down=down, up=up)
         else:
             layers[_rename_parts(name, RENAMED)] = layer
     return replace(adapter, layers=layers)

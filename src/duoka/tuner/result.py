@@ -35,6 +35,8 @@ from .write_errors import name_write_errors
 
 _WRITE_HINT = "free disk space, get the permission, or use another directory"
 _SHARD_BYTES = 5 * 10**9
+# From vLLM's default on (vllm/config/lora.py of 0.33).
+_VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
 
 
@@ -79,14 +81,23 @@ def _ends_are_unique(adapter: LoraAdapter, base: Checkpoint) -> bool:
 def _peft_config(adapter: LoraAdapter, base: Checkpoint, *, ends_suffice: bool) -> Any:
     """Create peft's configuration of an adapter.
 
-    With `ends_suffice` modules are listed by the last parts of their names. Ranks and scalings that
-    differ from those of most layers go into patterns by name.
+    With `ends_suffice` modules are listed by the last parts of their names. The rank is the largest
+    one, which vLLM must allow (``--max-lora-rank``); every version of it reads this setting. Other
+    ranks and scalings go into patterns, by the last part of a name if it has one rank everywhere.
     """
     from peft import LoraConfig
 
-    rank, scaling = adapter.common
+    largest = max(adapter.layers.values(), key=lambda layer: layer.rank)
+    rank, scaling = largest.rank, largest.scaling
     targets = {adapter.target(name): layer for name, layer in adapter.layers.items()}
-    deviating = {n: x for n, x in targets.items() if (x.rank, x.scaling) != (rank, scaling)}
+    pairs: dict[str, set[tuple[int, float]]] = {}
+    for name, layer in targets.items():
+        pairs.setdefault(name.rpartition(".")[2], set()).add((layer.rank, layer.scaling))
+    deviating = {
+        end if len(pairs[end := name.rpartition(".")[2]]) == 1 else name: layer
+        for name, layer in targets.items()
+        if (layer.rank, layer.scaling) != (rank, scaling)
+    }
     modules = {name for name, layer in targets.items() if layer.parameter is None}
     parts = targets.keys() - modules
     if ends_suffice:
@@ -109,6 +120,18 @@ def _to_integer(number: float) -> Any:
     """Convert a number to int, the type declared by peft, if integral up to rounding errors."""
     nearest = round(number)
     return nearest if abs(number - nearest) < 1e-9 * abs(number) else number
+
+
+def describe_for_vllm(directory: Path) -> str | None:
+    """Describe the option that vLLM needs for an adapter; None if its default suffices."""
+    path = directory / "adapter_config.json"
+    rank = json.loads(path.read_text(encoding="utf-8"))["r"] if path.exists() else 0
+    if rank <= _VLLM_RANKS[0]:
+        return None
+    limit = next((limit for limit in _VLLM_RANKS if limit >= rank), None)
+    if limit is None:
+        return f"vLLM can't serve it: its rank is {rank}, and at most {_VLLM_RANKS[-1]} are allowed"
+    return f"its rank is {rank}: serve it with vllm serve --enable-lora --max-lora-rank {limit}"
 
 
 # ── merged ──

@@ -336,3 +336,22 @@ def test_glm_4v_is_called_what_vllm_calls_it_and_sglang_has_none() -> None:
         export(plan, "sglang")
     text = replace(staged([3, 2]), model="ChatGLMForCausalLM")
     assert "--hf-overrides" not in export(text, "vllm").text
+
+
+def test_models_on_modelscope() -> None:
+    """vLLM and SGLang read it by a variable, transformers not at all."""
+    made = staged([3, 2], source="modelscope:ZhipuAI/glm-4-9b-chat@v1")
+    environment, words, options = parsed(export(made, "vllm").text)
+    assert environment["VLLM_USE_MODELSCOPE"] == "True"
+    assert (words[2], options["--revision"]) == ("ZhipuAI/glm-4-9b-chat", "v1")
+    environment, words, options = parsed(export(made, "sglang").text)
+    assert environment["SGLANG_USE_MODELSCOPE"] == "true"
+    assert "ZhipuAI/glm-4-9b-chat" in export(made, "sglang").text
+    assert options["--revision"] == "v1"
+    notes = " ".join(export(made, "accelerate").notes)
+    assert (
+        "modelscope download --model ZhipuAI/glm-4-9b-chat --revision v1 --local_dir "
+        "ZhipuAI/glm-4-9b-chat"
+    ) in notes
+    assert "'ZhipuAI/glm-4-9b-chat'" in export(made, "accelerate").text
+    assert "MODELSCOPE" not in export(staged([3, 2]), "vllm").text

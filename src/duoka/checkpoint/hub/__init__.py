@@ -3,9 +3,10 @@
 huggingface_hub determines the address, the token, offline mode and the cache (HF_ENDPOINT, HF_TOKEN
 or a login, HF_HUB_OFFLINE, HF_HOME). Data from a server is untrusted, like a local file.
 
-- `repo_name`: "org/name@revision"
+- `repo_name`: "org/name@revision", "modelscope:org/name"
 - `listing`: the files of a repository at one commit, and their hashes
 - `snapshot`: these files, fetched on demand; headers alone for a plan
+- `modelscope`: the same of a repository on ModelScope
 - `errors`: error messages and retries
 """
 

@@ -6,8 +6,8 @@ Requests with a transient error are repeated, in addition to huggingface_hub's o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from huggingface_hub import HfApi, constants, get_token
@@ -28,6 +28,8 @@ from duoka.errors import CheckpointError
 from .repo_name import HubName
 
 T = TypeVar("T")
+Messages: TypeAlias = tuple[tuple[Any, str, str], ...]
+"""Error class or HTTP statuses, message and hint; the first match counts."""
 
 WAITS_SECONDS = (1.0, 2.0, 4.0, 8.0)
 _HOME = "https://huggingface.co"
@@ -38,24 +40,13 @@ _TRANSIENT_STATUSES = {408, 425, 429, 500, 502, 503, 504}
 
 def endpoint() -> str:
     """Return the Hub's address, without the name and password in HF_ENDPOINT."""
-    parts = urlsplit(HfApi().endpoint)
+    return without_password(HfApi().endpoint)
+
+
+def without_password(url: str) -> str:
+    """Return a URL without its user's name and password."""
+    parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-
-
-def query(name: HubName, request: Callable[[], T]) -> T:
-    """Make a request, with retries; raise CheckpointError for errors of the Hub."""
-    for wait_seconds in (*WAITS_SECONDS, None):
-        try:
-            return request()
-        except Exception as error:  # translated if it is of the Hub or the network
-            if wait_seconds is None or not _is_transient(error):
-                translated = _translate(error, name)
-                if translated is None:
-                    raise
-                # Without the cause: its message may contain a signed URL, which is a secret.
-                raise translated from None
-        time.sleep(wait_seconds)
-    raise AssertionError("the last attempt returns or raises")
 
 
 def _is_transient(error: Exception) -> bool:
@@ -70,8 +61,8 @@ def _http_status(error: BaseException) -> int | None:
     return getattr(getattr(error, "response", None), "status_code", None)
 
 
-# Error class or HTTP statuses, message and hint; the first match counts.
-_MESSAGES: tuple[tuple[Any, str, str], ...] = (
+# The placeholders are filled for the Hub or for ModelScope.
+MESSAGES: Messages = (
     (
         GatedRepoError,
         "{repo} is gated: its authors must grant you access",
@@ -95,18 +86,17 @@ _MESSAGES: tuple[tuple[Any, str, str], ...] = (
     (
         {401, 403},
         "{hub} denies access to {wanted}: {token}",
-        "log in (`hf auth login`), or correct or unset HF_TOKEN",
+        "{access}",
     ),
     (
-        HfHubHTTPError,
+        {*range(400, 600)},
         "{hub} answers with status {status} to the request for {wanted}",
-        "try again later; after 429 log in (`hf auth login`): the rate limit is higher with a "
-        "token",
+        "try again later; after 429 log in (`{command}`): the rate limit is higher with a token",
     ),
     (
         _UNREACHED,
         "{hub} can't be reached for {wanted}: {error}",
-        "check the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 uses the files in the cache",
+        "check the network and {variable}; HF_HUB_OFFLINE=1 uses the files in the cache",
     ),
     (
         http.TimeoutException,
@@ -121,7 +111,7 @@ _MESSAGES: tuple[tuple[Any, str, str], ...] = (
     (
         (FileMetadataError, ValueError, TypeError, KeyError, OSError),
         "{hub} sent other content than announced for {wanted}",
-        "try again; check that HF_ENDPOINT is the URL of a Hub and that no network log-in page "
+        "try again; check that {variable} is the URL of a Hub and that no network log-in page "
         "intercepts requests",
     ),
 )
@@ -147,11 +137,43 @@ def _translate(error: BaseException, name: HubName) -> CheckpointError | None:
         "token": trouble if token else "there is no token",
         "log_in": "" if token else "; for private repositories log in: hf auth login",
         "timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT,
+        "access": "log in (`hf auth login`), or correct or unset HF_TOKEN",
+        "command": "hf auth login",
+        "variable": "HF_ENDPOINT",
     }
-    for kind, message, hint in _MESSAGES:
+    return choose_message(MESSAGES, error, status, values)
+
+
+def choose_message(
+    messages: Messages, error: BaseException, status: int | None, values: Mapping[str, object]
+) -> CheckpointError | None:
+    """Make the error of the first message that matches an error; None without a match."""
+    for kind, message, hint in messages:
         if status in kind if isinstance(kind, set) else isinstance(error, kind):
             return CheckpointError(message.format(**values), hint=hint.format(**values))
     return None
+
+
+def query(
+    name: HubName,
+    request: Callable[[], T],
+    *,
+    is_transient: Callable[[Exception], bool] = _is_transient,
+    translate: Callable[[Exception, HubName], CheckpointError | None] = _translate,
+) -> T:
+    """Make a request, with retries; raise CheckpointError for errors of the server."""
+    for wait_seconds in (*WAITS_SECONDS, None):
+        try:
+            return request()
+        except Exception as error:  # translated if it is of the server or the network
+            if wait_seconds is None or not is_transient(error):
+                translated = translate(error, name)
+                if translated is None:
+                    raise
+                # Without the cause: its message may contain a signed URL, which is a secret.
+                raise translated from None
+        time.sleep(wait_seconds)
+    raise AssertionError("the last attempt returns or raises")
 
 
 def offline_error(name: HubName) -> CheckpointError:

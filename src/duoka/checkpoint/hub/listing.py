@@ -28,7 +28,7 @@ from .errors import endpoint, query
 from .repo_name import COMMIT, HubName
 
 _MOST_BYTES = 32 * 2**20
-_ETAG = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
+_ETAG = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}|")
 
 _SHA256_LENGTH = 64
 
@@ -69,16 +69,20 @@ def query_listing(name: HubName) -> Listing:
         hint = "check that HF_ENDPOINT is the URL of a Hub"
         raise CheckpointError(f"{endpoint()} doesn't report the commit of {name}", hint=hint)
     files = {file.name: file for file in _select_files(info.siblings or ())}
-    listing = Listing(commit=commit, files=files)
-    for revision in {name.revision, commit}:
-        # If this fails, the Hub is queried again the next time.
-        keep(_listing_path(name.repo, revision), json.dumps(to_dict(listing)))
+    return keep_listing(name, Listing(commit=commit, files=files))
+
+
+def keep_listing(name: HubName, listing: Listing) -> Listing:
+    """Store a listing in duoka's cache, and return it."""
+    for revision in {name.revision, listing.commit}:
+        # If this fails, the server is queried again the next time.
+        keep(_listing_path(name, revision), json.dumps(to_dict(listing)))
     return listing
 
 
 def kept_listing(name: HubName) -> Listing | None:
     """Return the stored listing of a revision; None if there is none, or it is damaged."""
-    path = _listing_path(name.repo, name.revision)
+    path = _listing_path(name, name.revision)
     try:
         text = read_text(path, most_bytes=_MOST_BYTES)
         return from_dict(Listing, parse_json_object(text, str(path)))
@@ -86,20 +90,29 @@ def kept_listing(name: HubName) -> Listing | None:
         return None
 
 
-def _listing_path(repo: str, revision: str) -> Path:
+def _listing_path(name: HubName, revision: str) -> Path:
     """Return the path of a stored listing."""
-    return cache_directory() / "hub" / quote(repo, safe="") / quote(f"{revision}.json", safe="")
+    repository = quote(f"{name.site}{name.repo}", safe="")
+    return cache_directory() / "hub" / repository / quote(f"{revision}.json", safe="")
 
 
 def _select_files(siblings: Iterable[Any]) -> Iterator[RemoteFile]:
     """Yield the files of the Hub's answer that belong to a checkpoint and have a size and hash."""
     for sibling in siblings:
-        name, size = str(sibling.rfilename), sibling.size
         etag = str(sibling.lfs.sha256 if sibling.lfs else sibling.blob_id)
-        folder, _, plain = name.rpartition("/")
-        is_complete = type(size) is int and 0 <= size < 2**63 and _ETAG.fullmatch(etag)
-        if is_complete and is_plain_name(plain) and folder in ("", CHAT_TEMPLATES):
-            yield RemoteFile(name=name, num_bytes=size, etag=etag)
+        if file := make_file(str(sibling.rfilename), sibling.size, etag):
+            yield file
+
+
+def make_file(name: str, num_bytes: object, etag: str) -> RemoteFile | None:
+    """Make a file of a checkpoint; None if it isn't one, or its size is unknown."""
+    folder, _, plain = name.rpartition("/")
+    is_named = is_plain_name(plain) and folder in ("", CHAT_TEMPLATES)
+    if type(num_bytes) is not int or not 0 <= num_bytes < 2**63:
+        return None
+    if not is_named or not _ETAG.fullmatch(etag):
+        return None
+    return RemoteFile(name=name, num_bytes=num_bytes, etag=etag)
 
 
 def has_known_hash(path: Path, file: RemoteFile) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -27,6 +27,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 )
 
 from duoka.base.files import cache_directory, keep, read_bytes
+from duoka.base.requirements import require_package
 from duoka.base.units import format_bytes
 from duoka.base.web import http
 from duoka.errors import CheckpointError, MachineError
@@ -43,40 +44,56 @@ from ..headers import (
 )
 from .errors import endpoint, offline_error, query
 from .listing import Listing, RemoteFile, has_known_hash, kept_listing, query_listing
-from .repo_name import COMMIT, HubName
+from .repo_name import COMMIT, MODELSCOPE, HubName
 
 # Most headers are shorter than this; a longer header takes a second request.
-_FIRST_BYTES = 2**16
+FIRST_BYTES = 2**16
 _HEADERS_AT_ONCE = 8
 
 
 def open_snapshot(name: HubName) -> HubSnapshot:
     """Resolve a revision to a commit and its list of files; no file is fetched."""
+    if name.site == MODELSCOPE:
+        require_package("modelscope_hub", "modelscope", "models on ModelScope need")
+        from .modelscope import ModelScopeSnapshot
+
+        return ModelScopeSnapshot(name)
+    config = try_to_load_from_cache(name.repo, "config.json", revision=name.revision)
+    known = Path(config).parent if isinstance(config, str) else None
+    listing = find_listing(name, known, query_listing)
+    folder = repo_folder_name(repo_id=name.repo, repo_type="model")
+    cache = Path(constants.HF_HUB_CACHE).expanduser()
+    path = cache / folder / "snapshots" / listing.commit
+    return HubSnapshot(replace(name, revision=listing.commit), listing, cache, path)
+
+
+def find_listing(
+    name: HubName, directory: Path | None, query_files: Callable[[HubName], Listing]
+) -> Listing:
+    """Query the files of a revision; offline, or of a commit, return the stored list if possible.
+
+    Offline without a stored list, list the files that other programs downloaded into `directory`.
+    """
     is_offline = is_offline_mode()
     listing = kept_listing(name) if is_offline or COMMIT.fullmatch(name.revision) else None
-    if listing is None:
-        listing = _list_cache(name) if is_offline else query_listing(name)
-    return HubSnapshot(name.repo, listing)
-
-
-def _list_cache(name: HubName) -> Listing:
-    """List the files of a revision in huggingface_hub's cache, also those of other programs."""
-    config = try_to_load_from_cache(name.repo, "config.json", revision=name.revision)
-    if not isinstance(config, str):
+    if listing is not None:
+        return listing
+    if not is_offline:
+        return query_files(name)
+    if directory is None or not (directory / "config.json").is_file():
         raise offline_error(name)
-    snapshot = Path(config).parent
-    # A file is a link to a blob named after its hash. Only this link is followed: the blob may be a
-    # link itself, to a blob with another name that models share.
+    # In huggingface_hub's cache a file is a link to a blob named after its hash. Only this link is
+    # followed: the blob may be a link itself, to a blob with another name that models share.
     files = [
         RemoteFile(
             name=path.name,
             num_bytes=path.stat().st_size,
             etag=path.readlink().name if path.is_symlink() else "",
         )
-        for path in snapshot.iterdir()
+        for path in directory.iterdir()
         if path.is_file()
     ]
-    return Listing(commit=snapshot.name, files={file.name: file for file in files})
+    return Listing(commit=directory.name, files={file.name: file for file in files})
 
 
 # huggingface_hub's cache of a repository:
@@ -91,13 +108,14 @@ def _list_cache(name: HubName) -> Listing:
 class HubSnapshot:
     """A repository of the Hub at one commit, with the interface of `LocalFolder`."""
 
-    def __init__(self, repo: str, listing: Listing) -> None:
-        self._name = HubName(repo=repo, revision=listing.commit)
-        self.source = str(self._name)
+    cache_variable = "HF_HOME"
+
+    def __init__(self, name: HubName, listing: Listing, cache: Path, path: Path) -> None:
+        self._name = name
+        self.source = str(name)
         self._files = listing.files
-        self._cache = Path(constants.HF_HUB_CACHE).expanduser()
-        folder = repo_folder_name(repo_id=repo, repo_type="model")
-        self.path = self._cache / folder / "snapshots" / listing.commit
+        self._cache = cache
+        self.path = path
 
     def names(self) -> frozenset[str]:
         """Return the names of the checkpoint's files in the repository."""
@@ -154,6 +172,9 @@ class HubSnapshot:
             done += self.size(name)
             report(0)
 
+    def _endpoint(self) -> str:
+        return endpoint()
+
     def _hub_file(self, name: str) -> HubName:
         return replace(self._name, file=name)
 
@@ -165,7 +186,17 @@ class HubSnapshot:
         return False
 
     def _download_file(self, name: str, report: Callable[[int], object]) -> None:
-        """Download one file into huggingface_hub's cache; `report` gets the bytes done."""
+        """Download one file into the cache; `report` gets the bytes done."""
+        try:
+            self._fetch_file(name, report)
+        except OSError as error:
+            raise MachineError(
+                f"{self._hub_file(name)} can't be kept in {self._cache}: {error.strerror}",
+                hint=f"set {self.cache_variable} to another directory",
+            ) from error
+
+    def _fetch_file(self, name: str, report: Callable[[int], object]) -> None:
+        """Download one file; an OSError is of the disk."""
         download = partial(
             hf_hub_download,
             self._name.repo,
@@ -175,15 +206,9 @@ class HubSnapshot:
             etag_timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
             # An existing file has a wrong size, or it would not be missing.
             force_download=(self.path / name).exists(),
-            tqdm_class=_progress_class(report),
+            tqdm_class=progress_class(report),
         )
-        try:
-            query(self._hub_file(name), download)
-        except OSError as error:
-            raise MachineError(
-                f"{self._hub_file(name)} can't be kept in {self._cache}: {error.strerror}",
-                hint="set HF_HOME to another directory",
-            ) from error
+        query(self._hub_file(name), download)
 
     def _verify(self, name: str) -> None:
         """Remove a file whose content is wrong, with its blob, and raise CheckpointError."""
@@ -195,8 +220,8 @@ class HubSnapshot:
             with suppress(OSError):
                 place.unlink()
         raise CheckpointError(
-            f"{self._hub_file(name)} in {self._cache} differs from the content that {endpoint()} "
-            "announces; it was removed",
+            f"{self._hub_file(name)} in {self._cache} differs from the content that "
+            f"{self._endpoint()} announces; it was removed",
             hint="run the command again; if it happens again, the file on the Hub is damaged",
         )
 
@@ -209,7 +234,8 @@ class HubSnapshot:
             raise MachineError(
                 f"{self.source} needs {format_bytes(needed)} more disk space, and {self._cache} "
                 f"has {format_bytes(free)} free",
-                hint="free some space, or set HF_HOME to a directory on another disk",
+                hint=f"free some space, or set {self.cache_variable} to a directory on another "
+                "disk",
             )
 
     # ── headers ──
@@ -224,7 +250,8 @@ class HubSnapshot:
             return self._parse_header(file, read_bytes(cached, most_bytes=MAX_HEADER_BYTES))
         text = self._fetch_header(file)
         tensors = self._parse_header(file, text)
-        keep(cached, text.decode("utf-8"))
+        if file.etag:
+            keep(cached, text.decode("utf-8"))
         return tensors
 
     def _parse_header(self, file: RemoteFile, text: bytes) -> dict[str, TensorInfo]:
@@ -236,14 +263,14 @@ class HubSnapshot:
         hub_file, size = self._hub_file(file.name), file.num_bytes
         if is_offline_mode():
             raise offline_error(hub_file)
-        start = self._fetch_range(file, 0, min(_FIRST_BYTES, size)) if size else b""
+        start = self._fetch_range(file, 0, min(FIRST_BYTES, size)) if size else b""
         stop = LENGTH_BYTES + header_length(start[:LENGTH_BYTES], size, str(hub_file))
         if stop > len(start):
             start += self._fetch_range(file, len(start), stop)
         return start[LENGTH_BYTES:stop]
 
     def _fetch_range(self, file: RemoteFile, start: int, stop: int) -> bytes:
-        """Fetch a range of a file's bytes; never read more, even if the server sends more.
+        """Fetch a range of a file's bytes.
 
         huggingface_hub's `parse_safetensors_file_metadata` would read a whole shard of gigabytes
         from a server that ignores ranges, and doesn't check the header.
@@ -257,22 +284,27 @@ class HubSnapshot:
         timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
 
         def attempt() -> bytes:
-            content = bytearray()
             with get_session().stream("GET", url, headers=headers, timeout=timeout) as response:
                 hf_raise_for_status(response)
-                if not response.headers.get("content-range", "").startswith(f"bytes {start}-"):
-                    raise ValueError("another byte range than requested")
-                for chunk in response.iter_bytes(_FIRST_BYTES):
-                    content.extend(chunk)
-                    if len(content) >= stop - start:
-                        return bytes(content[: stop - start])
-            raise http.RemoteProtocolError("the transfer ended early")
+                return read_range(response.headers, response.iter_bytes(FIRST_BYTES), start, stop)
 
         return query(self._hub_file(file.name), attempt)
 
 
-def _progress_class(report: Callable[[int], object]) -> type:
-    """Make a silent progress bar class for huggingface_hub that calls `report` with bytes done."""
+def read_range(headers: Mapping[str, str], chunks: Iterable[bytes], start: int, stop: int) -> bytes:
+    """Read a range of bytes from a response; never read more, even if the server sends more."""
+    if not headers.get("content-range", "").startswith(f"bytes {start}-"):
+        raise ValueError("another byte range than requested")
+    content = bytearray()
+    for chunk in chunks:
+        content.extend(chunk)
+        if len(content) >= stop - start:
+            return bytes(content[: stop - start])
+    raise http.RemoteProtocolError("the transfer ended early")
+
+
+def progress_class(report: Callable[[int], object]) -> type:
+    """Make a silent progress bar class for both clients that calls `report` with the bytes done."""
 
     class Counter(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -282,5 +314,8 @@ def _progress_class(report: Callable[[int], object]) -> type:
         def update(self, num_bytes: float | None = 1) -> None:
             self.num_bytes += int(num_bytes or 0)
             report(self.num_bytes)
+
+        def end(self) -> None:
+            """Do nothing: ModelScope's client calls this at the end."""
 
     return Counter

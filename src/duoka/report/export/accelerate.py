@@ -124,6 +124,13 @@ def _notes(plan: Plan, names: Convention) -> Iterator[str]:
     """Yield the differences between the plan and accelerate."""
     yield from common.common_notes(plan)
     yield from common.source_note(plan)
+    if common.is_on_modelscope(plan):
+        name, revision = common.model_name(plan), common.model_revision(plan) or "master"
+        yield (
+            "NOTE: transformers doesn't read ModelScope; download the model to the directory that "
+            f"is named here: modelscope download --model {name} --revision {revision} --local_dir "
+            f"{name}"
+        )
     if names == "checkpoint":
         yield (
             "NOTE: the names are those of the checkpoint's own code, which runs; the memory was "
@@ -135,6 +142,23 @@ def _notes(plan: Plan, names: Convention) -> Iterator[str]:
             f"NOTE: transformers 5 has no {plan.model}; duoka provides it. Load the plan with "
             "duoka.load, or use this map with a checkpoint in transformers' format."
         )
+    yield from dispatch_notes(plan)
+    if plan.host_experts:
+        yield (
+            "NOTE: accelerate copies all experts of a layer from host memory to the GPU for every "
+            "step, which needs GPU memory for them and takes much longer than the plan's forecast."
+        )
+    if plan.workload.training is not None:
+        yield "NOTE: transformers' Trainer rejects models with a device_map in most modes."
+    if plan.workload.quantize != "none":
+        yield (
+            "NOTE: transformers chooses which weights are quantized; the plan lists those that "
+            "duoka leaves unquantized."
+        )
+
+
+def dispatch_notes(plan: Plan) -> Iterator[str]:
+    """Yield the differences between the plan and the hooks that accelerate adds for a map."""
     yield (
         'max_memory applies only to device_map="auto" or "balanced"; with an explicit map it is '
         "not used."
@@ -148,16 +172,4 @@ def _notes(plan: Plan, names: Convention) -> Iterator[str]:
         yield (
             "NOTE: accelerate copies offloaded modules to a GPU of its own choice, module by "
             "module; memory and time will differ."
-        )
-    if plan.host_experts:
-        yield (
-            "NOTE: accelerate copies all experts of a layer from host memory to the GPU for every "
-            "step, which needs GPU memory for them and takes much longer than the plan's forecast."
-        )
-    if plan.workload.training is not None:
-        yield "NOTE: transformers' Trainer rejects models with a device_map in most modes."
-    if plan.workload.quantize != "none":
-        yield (
-            "NOTE: transformers chooses which weights are quantized; the plan lists those that "
-            "duoka leaves unquantized."
         )

@@ -18,8 +18,12 @@ from .text import export_error
 
 _PLACEHOLDER = "MODEL"
 _CHATGLM = ("ChatGLM", "GLM4V")
-# A plan's source for a model on the Hub: name and commit. Paths of local models don't match.
-_HUB_SOURCE = re.compile(r"([^/@\s]+/[^/@\s]+)@([0-9a-f]{40})", re.ASCII)
+# A plan's source for a model on the Hub (with its commit) or on ModelScope; not a local path.
+_HUB_SOURCE = re.compile(
+    r"(?P<hub>[^/@\s:]+/[^/@\s]+)@(?P<commit>[0-9a-f]{40})"
+    r"|modelscope:(?P<scope>[^/@\s]+/[^/@\s]+)(@(?P<revision>\S+))?",
+    re.ASCII,
+)
 
 
 def visible_environment(tool: str, devices: Sequence[Device]) -> list[tuple[str, str]]:
@@ -106,13 +110,18 @@ def model_name(plan: Plan) -> str:
     if not plan.source or plan.source.endswith(".json"):  # a model in memory, or a config alone
         return _PLACEHOLDER
     match = _HUB_SOURCE.fullmatch(plan.source)
-    return match[1] if match else plan.source
+    return match["hub"] or match["scope"] if match else plan.source
 
 
 def model_revision(plan: Plan) -> str | None:
-    """Return the planned commit on the Hub, or None for a local checkpoint."""
+    """Return the planned commit on the Hub or revision on ModelScope; None for a local model."""
     match = _HUB_SOURCE.fullmatch(plan.source)
-    return match[2] if match else None
+    return match["commit"] or match["revision"] if match else None
+
+
+def is_on_modelscope(plan: Plan) -> bool:
+    """Return True for a model on ModelScope."""
+    return plan.source.startswith("modelscope:")
 
 
 def source_note(plan: Plan) -> Iterator[str]:

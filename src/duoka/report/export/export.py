@@ -13,7 +13,7 @@ from duoka.forecast.profile import Profile
 from duoka.planner.plan import Plan
 from duoka.planner.plan_profile import CONVENTIONS, Convention, cached_profile
 
-from . import accelerate, llamacpp, sglang, torch_pipelining, vllm
+from . import accelerate, llamacpp, sglang, swift, torch_pipelining, vllm
 from .gguf_file import check_gguf, read_gguf
 from .host_experts import refuse_host_experts
 from .stages import Pins, pipeline_pins, to_layer_pipeline
@@ -23,6 +23,7 @@ _EXPORTERS: dict[str, Callable[[Plan, Profile | None], Export]] = {
     "vllm": vllm.export,
     "sglang": sglang.export,
     "llama.cpp": llamacpp.export,
+    "swift": swift.export,
     "torch-pipelining": torch_pipelining.export_torch,
     "torchtitan": torch_pipelining.export_titan,
 }
@@ -44,7 +45,8 @@ def export(
     ----------
     plan : Plan
     tool : str
-        "accelerate", "vllm", "sglang", "llama.cpp", "torch-pipelining" or "torchtitan".
+        "accelerate", "vllm", "sglang", "llama.cpp", "swift", "torch-pipelining" or
+        "torchtitan".
     profile : Profile, optional
         Profile of the plan's model, for the size of the KV cache; by default the cached profile.
         Without a profile the tool chooses the size.
@@ -70,11 +72,11 @@ def export(
     """
     refuse_tool(tool, names, gguf)
     if tool in _SERVERS and plan.workload.training is not None:
-        hint = "plan without training, or export to torch-pipelining or torchtitan"
+        hint = "plan without training, or export to swift, torch-pipelining or torchtitan"
         raise UsageError(f"{tool} is for inference, and the plan is for training", hint=hint)
     if tool == accelerate.NAME:
         return accelerate.export(plan, profile, names)
-    if plan.host_experts and tool not in _SERVERS:
+    if plan.host_experts and tool not in (*_SERVERS, "swift"):
         refuse_host_experts(plan, tool, "a stage has all its weights on one device")
     profile = profile or cached_profile(plan)
     if gguf is not None:
@@ -88,7 +90,7 @@ def plan_for_tool(plan: Plan, tool: str, plan_again: Callable[[Pins], Plan]) -> 
     `plan_again` plans with additional pins. If no plan of whole layers fits, the plan itself is
     returned, and its export is refused.
     """
-    if tool in (accelerate.NAME, "torch-pipelining") or plan.offloaded:
+    if tool in (accelerate.NAME, "swift", "torch-pipelining") or plan.offloaded:
         return plan
     try:
         to_layer_pipeline(plan, tool)

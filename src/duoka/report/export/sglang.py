@@ -51,6 +51,8 @@ def export(plan: Plan, profile: Profile | None) -> Export:
     options.append(("--max-running-requests", str(workload.batch)))
     options.append(("--max-total-tokens", str(tokens)))
     revision, chunk = common.model_revision(plan), common.step_tokens(plan)
+    if common.is_on_modelscope(plan):
+        environment.append(("SGLANG_USE_MODELSCOPE", "true"))
     if revision is not None:
         options.insert(0, ("--revision", revision))
     host_options = _host_options(plan, profile, pipeline)
@@ -90,7 +92,7 @@ def _host_options(
         why = "each of its pipeline stages starts all CPU threads of KTransformers"
     if on_gpu or len(pipeline.stages) > 1 or method is None:
         refuse_host_experts(plan, NAME, why)
-    is_local = common.model_revision(plan) is None
+    is_local = common.model_name(plan) == plan.source
     weights = common.model_name(plan) if method == "BF16" and is_local else _KT_WEIGHTS
     return [
         ("--kt-weight-path", weights),

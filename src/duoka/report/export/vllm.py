@@ -75,6 +75,8 @@ def read_command(plan: Plan, profile: Profile | None) -> VllmCommand:
     common.class_notes(plan, pipeline, NAME)
     workload, num = plan.workload, len(pipeline.stages)
     environment = common.visible_environment(NAME, pipeline.devices)
+    if common.is_on_modelscope(plan):
+        environment.append(("VLLM_USE_MODELSCOPE", "True"))
     options = [("--dtype", workload.dtype), ("--max-model-len", str(workload.context_tokens))]
     options.append(("--max-num-seqs", str(workload.batch)))
     if common.is_glm4v(plan):
