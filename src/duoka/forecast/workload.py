@@ -165,8 +165,7 @@ class Workload:
     prompt_tokens, new_tokens : int
         Tokens of each prompt or trained sequence, and generated tokens (0 in training).
     dtype : {"auto", "float32", "float16", "bfloat16"}
-        Dtype of the weights; "auto" is that of the checkpoint. "fp32", "fp16" and "bf16" are
-        accepted too.
+        Dtype of the weights, also as "fp32" and so on; "auto" is that of the checkpoint.
     prefill_chunk_tokens : int, None or "auto"
         Prompt tokens that run in one step. None is the whole prompt, "auto" as many as fit.
     cache : {"dynamic", "int8", "paged", "paged-int8"}
