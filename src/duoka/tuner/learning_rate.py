@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import get_scheduler
 
 Decay = Literal[
     "cosine", "linear", "constant", "cosine_with_restarts", "polynomial", "inverse_sqrt"
@@ -37,6 +36,9 @@ def rate_factor(step: int, num_steps: int, warmup_steps: int, decay: Decay) -> f
 @cache
 def _schedule(decay: Decay, num_steps: int, warmup_steps: int) -> Callable[[int], float]:
     """Return transformers' factor by step."""
+    # Importing it starts CUDA, which only a process with a GPU of its own should do.
+    from transformers import get_scheduler
+
     # Schedulers are made for an optimizer; its rate of 1 makes rates factors.
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
     name = "constant_with_warmup" if decay == "constant" else decay
