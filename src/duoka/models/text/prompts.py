@@ -23,6 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from duoka.base.thinking import Thinking
 from duoka.errors import CheckpointError, UsageError
 
 from .answer_format import AnswerFormat
@@ -41,7 +42,10 @@ from .messages import (
     write_json_call,
     write_python_call,
 )
+from .reasoning import ReasoningSwitch
 from .tokenizer import special_id
+
+_AS_TEMPLATE = Thinking()
 
 
 class TrainingSample(NamedTuple):
@@ -82,9 +86,32 @@ class ChatFormat(ABC):
         """The form of the answers: content, reasoning and calls."""
         return AnswerFormat(self.tokenizer, None, None)
 
+    @cached_property
+    def reasoning(self) -> ReasoningSwitch:
+        """The switch of the model's reasoning."""
+        return ReasoningSwitch(self.tokenizer, self.answers.reasoning)
+
+    def prompt(
+        self,
+        messages: Messages,
+        tools: Tools = None,
+        thinking: Thinking = _AS_TEMPLATE,
+        *,
+        continues: bool = False,
+    ) -> list[int]:
+        """Return the ids of a prompt; if messages have images, an `ImagePrompt`.
+
+        With `continues` the answer continues the last message, which is the assistant's.
+        """
+        takes_images = self.images is not None
+        last_is_answerable(messages, takes_images=takes_images, continues=continues)
+        return self._encode(messages, tools, thinking, continues=continues)
+
     @abstractmethod
-    def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
-        """Return the ids of a prompt; if messages have images, an `ImagePrompt`."""
+    def _encode(
+        self, messages: Messages, tools: Tools, thinking: Thinking, *, continues: bool
+    ) -> list[int]:
+        """Encode a prompt that has been checked; see `prompt`."""
 
     @abstractmethod
     def sample(self, messages: Messages, tools: Tools, next_role: Role) -> TrainingSample:
@@ -165,10 +192,14 @@ class _RoleFormat(ChatFormat):
         """The empty line of metadata of an answer without a call."""
         return tuple(text_ids(self.tokenizer, "\n"))
 
-    def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
+    def _encode(
+        self, messages: Messages, tools: Tools, thinking: Thinking, *, continues: bool
+    ) -> list[int]:
         """See `ChatFormat`."""
-        last_is_answerable(messages, takes_images=self.images is not None)
-        ids = [*self.written(messages, tools), special_id(self.tokenizer, "<|assistant|>")]
+        _refuse_variables(thinking)
+        ids = self.written(messages, tools)
+        if not continues:
+            ids.append(special_id(self.tokenizer, "<|assistant|>"))
         images = images_of(messages)
         if self.images is None or not images:
             return ids
@@ -262,9 +293,14 @@ class ChatGLM2Format(ChatFormat):
         end = self.tokenizer.eos_token_id
         return (end,) if isinstance(end, int) else ()
 
-    def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
+    def _encode(
+        self, messages: Messages, tools: Tools, thinking: Thinking, *, continues: bool
+    ) -> list[int]:
         """See `ChatFormat`. The system message comes before the first round."""
-        last_is_answerable(messages)
+        _refuse_variables(thinking)
+        if continues:
+            question = self.written(messages[:-1], tools, "\n\n答：")
+            return [*question, *text_ids(self.tokenizer, messages[-1].content)]
         return self.written(messages, tools, "\n\n答：")
 
     def written(self, messages: Messages, tools: Tools = None, end: str = "") -> list[int]:
@@ -321,12 +357,21 @@ class TemplateFormat(ChatFormat):
         """See `ChatFormat`."""
         return AnswerFormat.of_template(self.tokenizer)
 
-    def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
+    def _encode(
+        self, messages: Messages, tools: Tools, thinking: Thinking, *, continues: bool
+    ) -> list[int]:
         """See `ChatFormat`. Without a template the texts of messages are joined by newlines."""
-        last_is_answerable(messages, takes_images=self.images is not None)
         if self.tokenizer.chat_template is not None:
+            rendering = self.reasoning.rendering(thinking, has_tools=bool(tools))
             with self._lock:
-                return encode_chat(self.tokenizer, messages, tools, images=self.images).ids
+                return encode_chat(
+                    self.tokenizer,
+                    messages,
+                    tools,
+                    images=self.images,
+                    rendering=replace(rendering, continues=continues),
+                ).ids
+        _refuse_variables(thinking)
         if images_of(messages):
             raise UsageError("this model has no chat template, so images aren't supported")
         if tools:
@@ -345,6 +390,14 @@ class TemplateFormat(ChatFormat):
             )
         with self._lock:
             return TrainingSample(*encode_answer(self.tokenizer, messages, tools, self.stop_ids))
+
+
+def _refuse_variables(thinking: Thinking) -> None:
+    """Raise UsageError for variables of a chat template, which the model doesn't have."""
+    if thinking.variables:
+        error = UsageError("this model has no chat template, so it has no chat_template_kwargs")
+        error.param = "chat_template_kwargs"
+        raise error
 
 
 def has_template(chat: ChatFormat) -> bool:
