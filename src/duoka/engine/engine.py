@@ -244,7 +244,7 @@ class Engine:
         tokens = self._encode_prompt(prompt)
         is_chat = isinstance(prompt, str) or any(isinstance(part, ChatMessage) for part in prompt)
         if params.grammar is not None and is_chat:
-            tokens.extend(self._reader.chat.content_start)
+            tokens.extend(self._reader.chat.content_start(tokens))
         if not tokens:
             raise UsageError("the prompt is empty")
         refuse_beyond(tokens, self._num_embeddings)

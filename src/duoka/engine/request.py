@@ -12,6 +12,7 @@ from duoka.checkpoint.sampling_params import Sampling
 from duoka.errors import UsageError
 
 from .grammar import Grammar
+from .reasoning import ReasoningBudget
 
 Finish = Literal["stop", "length", "cancelled"]
 _LARGEST_BIAS = 100.0
@@ -44,6 +45,8 @@ class SamplingParams(Sampling):
     grammar : Grammar, optional
         The grammar of the answer. The answer matches it if `finish` is "stop" and no text of
         `stop` ended the answer.
+    reasoning : ReasoningBudget, optional
+        The limit of the answer's reasoning.
     logprobs : int, optional
         Return the log-probability of each token and of this many likeliest tokens, from the logits
         before penalties, biases, temperature and all other parameters. None returns none.
@@ -57,6 +60,7 @@ class SamplingParams(Sampling):
     stop: tuple[str, ...] = ()
     min_new_tokens: int = 0
     grammar: Grammar | None = None
+    reasoning: ReasoningBudget | None = None
     logprobs: int | None = None
 
     def __post_init__(self) -> None:

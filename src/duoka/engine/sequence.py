@@ -13,6 +13,7 @@ from duoka.models.text.image_prompts import ImagePrompt
 from .detokenizer import Detokenizer
 from .generation_rules import GenerationRules
 from .grammar import BytesDetokenizer, GrammarMatcher, token_bits
+from .reasoning import ReasoningCounter
 from .request import Completion, Finish, SamplingParams, TextPiece, TokenChoice
 from .sampler import SamplingRow
 
@@ -68,8 +69,10 @@ class Sequence:
         self._seed = params.seed
         self._rules = rules
         self._matcher = matcher
-        # Rows are sent to another process in each step, which doesn't need grammar and stop texts.
-        self._row_params = replace(params, grammar=None, stop=())
+        budget = params.reasoning
+        self._reasoning = None if budget is None else ReasoningCounter(budget)
+        # Rows are sent to another process in each step, which needs only what changes sampling.
+        self._row_params = replace(params, grammar=None, stop=(), reasoning=None)
         self._stop_ids = stop_ids
         self._choices: list[TokenChoice] = []
         self._answer: list[int] = []
@@ -108,7 +111,8 @@ class Sequence:
     def can_run_ahead(self) -> bool:
         """True if the next token's `row` doesn't depend on the tokens before it."""
         depends = self.params.has_penalties or self._rules.reads_tokens
-        return self._matcher is None and not depends
+        is_limited = self._reasoning is not None and not self._reasoning.is_done
+        return self._matcher is None and not depends and not is_limited
 
     @property
     def awaits_token(self) -> bool:
@@ -129,6 +133,8 @@ class Sequence:
         allowed = None if self._matcher is None else self._matcher.allowed
         is_last = place == self.max_new_tokens - 1 and self._matcher is None
         forced = rules.forced(self.prompt, place, is_last=is_last)
+        if forced is None and self._reasoning is not None:
+            forced = self._reasoning.forced
         return SamplingRow(
             params=params,
             seed=self._seed,
@@ -150,7 +156,10 @@ class Sequence:
         self._choices.append(choice)
         self._answer.append(choice.token)
         self.tokens.append(choice.token)
-        self._text += self._detokenizer.add(choice.token)
+        text = self._detokenizer.add(choice.token)
+        self._text += text
+        if self._reasoning is not None and not self._reasoning.is_done:
+            self._reasoning.add(text)
         if self._cut_stop_text():
             return "stop"
         is_forced = self._rules.forced(self.prompt, place, is_last=False) is not None

@@ -14,25 +14,19 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import Field
 
+from duoka.base.thinking import Thinking
+
 from .errors import HttpError
 from .message_answer import MessageAnswer
 from .messages import Prompt, Turn
-from .requests import (
-    AnswerRequest,
-    Count,
-    Form,
-    Function,
-    StopTexts,
-    choose_tools,
-    drop_none,
-    make_turn,
-)
+from .forms import Effort, Form, Hints, ThinkingFields, drop_none
+from .requests import AnswerRequest, Count, Function, StopTexts, choose_tools, make_turn
 from .service import Service
 from .streams import respond
 
 
 class _Block(Form):
-    """The common field of blocks, tools and requests."""
+    """The common field of blocks and tools."""
 
     cache_control: dict[str, Any] | None = None  # ignored: every prefix is cached
 
@@ -164,11 +158,11 @@ class AnthropicSchemaFormat(Form):
 class OutputConfig(Form):
     """The format of the answer's text."""
 
-    effort: str | None = None
+    effort: Effort | None = None
     format: AnthropicSchemaFormat | None = None
 
 
-class CountTokensRequest(_Block):
+class CountTokensRequest(ThinkingFields, Hints):
     """``POST /v1/messages/count_tokens``."""
 
     model: str
@@ -176,8 +170,7 @@ class CountTokensRequest(_Block):
     system: str | list[TextBlock] = ""
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice = AnthropicToolChoice()
-    thinking: dict[str, Any] | None = None  # ignored: the model decides
-    output_config: OutputConfig | None = None
+    output_config: OutputConfig = OutputConfig()
 
     def to_prompt(self) -> Prompt:
         """Convert the request to a prompt."""
@@ -191,8 +184,14 @@ class CountTokensRequest(_Block):
                 *(turn for message in self.messages for turn in read_turns(message)),
             ],
             parallel_tool_calls=not choice.disable_parallel_tool_use,
+            thinking=self.read_thinking(),
             **usable,
         )
+
+    def read_thinking(self) -> Thinking:
+        """See `ThinkingFields`; the effort of Anthropic's API is no switch."""
+        thinking = super().read_thinking()
+        return replace(thinking, effort=thinking.effort or self.output_config.effort)
 
 
 class MessagesRequest(CountTokensRequest, AnswerRequest):
@@ -203,12 +202,10 @@ class MessagesRequest(CountTokensRequest, AnswerRequest):
     stop: Annotated[StopTexts | None, Field(alias="stop_sequences")] = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
 
     def params(self) -> dict[str, Any]:
         """See `AnswerRequest`."""
-        form = None if self.output_config is None else self.output_config.format
+        form = self.output_config.format
         schema = form and {"type": "json_schema", "json_schema": {"schema": form.schema_}}
         return super().params() | drop_none({"response_format": schema})
 

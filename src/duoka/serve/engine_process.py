@@ -84,7 +84,7 @@ class EngineProcess:
         # A second tokenizer: the engine's thread decodes with its own while these threads encode.
         self._reader = PromptReader.open(opened.checkpoint, plan.workload)
         config, limit = opened.checkpoint.generation_config, self._engine.capacity.context_tokens
-        self._questions = QuestionReader(self._reader, config, limit)
+        self._questions = QuestionReader(self._reader, config, limit, settings.is_thinking)
         self._token_bytes = TokenBytes(self._reader.tokenizer)
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "duoka-prompts")
         # One thread: decoding an image of a few hundred bytes can take 1.3 GB.

@@ -10,18 +10,23 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from duoka.base.answer_parts import PartKind
+from duoka.base.thinking import Thinking
 from duoka.planner.plan import Plan
 from duoka.report.measured import Fallback
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """The plan and the options of an engine: the first message to its process."""
+    """The plan and the options of an engine: the first message to its process.
+
+    `is_thinking` is the choice for requests that make none; None leaves it to the chat template.
+    """
 
     plan: Plan
     max_new_tokens: int | None = None
     trust_remote_code: bool = False
     adapter: str | None = None
+    is_thinking: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,7 @@ class Prompt:
     tools: Sequence[Mapping[str, Any]] = ()
     must_call: bool = False
     parallel_tool_calls: bool = True
+    thinking: Thinking = Thinking()
     field: str = "messages"
 
 

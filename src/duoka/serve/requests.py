@@ -1,4 +1,4 @@
-"""Requests of OpenAI's chats and completions: pydantic models that forbid unknown fields.
+"""Requests of OpenAI's chats and completions, as pydantic models.
 
 The fields of a model are the parameters of the API. A field that `SamplingParams` also has is named
 as there, with the API's name as alias. The requests of the other two APIs are in `responses` and
@@ -9,17 +9,17 @@ Source: https://platform.openai.com/docs/api-reference, and the types of its off
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field
 
 from .errors import HttpError
+from .forms import Form, Hints, ThinkingFields, drop_none
 from .messages import Prompt, Turn
 
 _MOST_CHOICES = 16
 MOST_TOP_LOGPROBS = 20
-_EMPTY: tuple[Any, ...] = (None, "", [], {})
 _PARAMS = {"temperature", "top_p", "top_k", "min_p", "logit_bias", "seed", "stop"}
 _PARAMS |= {"presence_penalty", "frequency_penalty", "repetition_penalty", "max_new_tokens"}
 
@@ -33,24 +33,7 @@ Count = Annotated[int, Field(ge=1)]
 TopLogprobs = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
 
 
-def drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the items whose value isn't None."""
-    return {name: value for name, value in values.items() if value is not None}
-
-
-class Form(BaseModel):
-    """Base of objects in a request: null counts as absent, and unknown fields are refused."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_null(cls, values: Any) -> Any:
-        """Drop fields with the value null."""
-        return drop_none(values) if isinstance(values, Mapping) else values
-
-
-class AnswerRequest(Form):
+class AnswerRequest(Hints):
     """The common fields of requests for generations."""
 
     model: str = ""
@@ -63,19 +46,6 @@ class AnswerRequest(Form):
         return drop_none({name: getattr(self, name, None) for name in _PARAMS})
 
 
-class IgnoredFields(Form):
-    """OpenAI's fields without effect, which are accepted."""
-
-    metadata: dict[str, str] | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = None
-    user: str | None = None
-
-
 # ── messages and tools ──
 
 
@@ -83,41 +53,28 @@ class IgnoredFields(Form):
 # model and the conversation (images, memory, ids of tool calls).
 
 
-class MessageForm(Form):
-    """Base of messages; unknown fields with empty values, as in responses, are dropped."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_empty(cls, values: Any) -> Any:
-        """Drop unknown fields with an empty value."""
-        if not isinstance(values, Mapping):
-            return values
-        fields = cls.model_fields
-        return {key: value for key, value in values.items() if key in fields or value not in _EMPTY}
-
-
-class TextPart(MessageForm):
+class TextPart(Form):
     """A text part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class RefusalPart(MessageForm):
+class RefusalPart(Form):
     """A refusal of the assistant."""
 
     type: Literal["refusal"]
     text: Annotated[str, Field(alias="refusal")]
 
 
-class ImageAddress(MessageForm):
+class ImageAddress(Form):
     """The URL of an image: a data URL or an http(s) URL."""
 
     url: str
     detail: Literal["auto", "low", "high"] | None = None
 
 
-class ImagePart(MessageForm):
+class ImagePart(Form):
     """An image part of a message."""
 
     type: Literal["image_url"]
@@ -137,7 +94,7 @@ class CalledFunction(Form):
     arguments: str | dict[str, Any]
 
 
-class AnsweredCall(MessageForm):
+class AnsweredCall(Form):
     """A tool call of the assistant."""
 
     id: str
@@ -146,21 +103,21 @@ class AnsweredCall(MessageForm):
     index: int | None = None
 
 
-class SystemMessage(MessageForm):
+class SystemMessage(Form):
     """A system message."""
 
     role: Literal["system", "developer"]
     content: str | list[TextPart]
 
 
-class UserMessage(MessageForm):
+class UserMessage(Form):
     """A user message."""
 
     role: Literal["user"]
     content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
 
 
-class AssistantMessage(MessageForm):
+class AssistantMessage(Form):
     """An earlier answer of the model."""
 
     role: Literal["assistant"]
@@ -170,7 +127,7 @@ class AssistantMessage(MessageForm):
     tool_calls: list[AnsweredCall] | None = None
 
 
-class ToolMessage(MessageForm):
+class ToolMessage(Form):
     """The result of a tool call."""
 
     role: Literal["tool"]
@@ -305,7 +262,6 @@ class OpenAIRequest(AnswerRequest):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool = False  # for load generators, which need answers of a fixed length
     response_format: ResponseFormat | None = None
-    user: str | None = None
 
     def params(self) -> dict[str, Any]:
         """See `AnswerRequest`."""
@@ -321,7 +277,7 @@ class OpenAIRequest(AnswerRequest):
         return super().params() | drop_none(values)
 
 
-class ChatCompletionRequest(OpenAIRequest, IgnoredFields):
+class ChatCompletionRequest(OpenAIRequest, ThinkingFields):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[RequestMessage], Field(min_length=1)]
@@ -331,9 +287,6 @@ class ChatCompletionRequest(OpenAIRequest, IgnoredFields):
     tool_choice: Literal["none", "auto", "required"] | ChatTool | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
-    prediction: dict[str, Any] | None = None  # ignored: would only speed up generation
-    reasoning_effort: str | None = None  # ignored: the model decides
-    verbosity: Literal["medium"] | None = None
 
     def params(self) -> dict[str, Any]:
         """See `AnswerRequest`."""
@@ -348,6 +301,7 @@ class ChatCompletionRequest(OpenAIRequest, IgnoredFields):
         return Prompt(
             messages=read_chat(self.messages),
             parallel_tool_calls=self.parallel_tool_calls is not False,
+            thinking=self.read_thinking(),
             **choose_tools(tools, self.tool_choice),
         )
 
@@ -385,7 +339,7 @@ class CompletionRequest(OpenAIRequest):
         ]
 
 
-class TokenizeRequest(Form):
+class TokenizeRequest(ThinkingFields):
     """``POST /tokenize``: a text, or a chat."""
 
     model: str = ""
@@ -400,7 +354,8 @@ class TokenizeRequest(Form):
         if self.messages is None:
             return Prompt(text=self.prompt, field="prompt")
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-        return Prompt(messages=read_chat(self.messages), tools=tools)
+        thinking = self.read_thinking()
+        return Prompt(messages=read_chat(self.messages), tools=tools, thinking=thinking)
 
 
 class DetokenizeRequest(Form):

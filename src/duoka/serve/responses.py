@@ -14,17 +14,15 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, Discriminator, Field, Tag, field_validator
 
+from .forms import Form, ThinkingFields, drop_none
 from .messages import Prompt, Turn
 from .requests import (
     AnswerRequest,
     Count,
-    Form,
     Function,
-    IgnoredFields,
     RefusalPart,
     TopLogprobs,
     choose_tools,
-    drop_none,
     make_turn,
 )
 from .response_answer import ResponseAnswer
@@ -154,10 +152,10 @@ class TextConfig(Form):
     """The format of the answer's text."""
 
     format: Annotated[TextFormat | ResponseSchemaFormat, Field(discriminator="type")] | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None  # ignored
 
 
-class ResponsesRequest(AnswerRequest, IgnoredFields):
+class ResponsesRequest(AnswerRequest, ThinkingFields):
     """``POST /v1/responses``."""
 
     input: str | Annotated[list[Item], Field(min_length=1)]
@@ -169,7 +167,6 @@ class ResponsesRequest(AnswerRequest, IgnoredFields):
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: dict[str, Any] | None = None  # ignored: the model decides
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
         None
     )
@@ -208,6 +205,7 @@ class ResponsesRequest(AnswerRequest, IgnoredFields):
             messages=[*(instructions if self.instructions else ()), *read_turns(self.input)],
             field="input",
             parallel_tool_calls=self.parallel_tool_calls is not False,
+            thinking=self.read_thinking(),
             **choose_tools([tool.to_chat_tool() for tool in self.tools or ()], self.tool_choice),
         )
 
@@ -217,6 +215,7 @@ class ResponsesRequest(AnswerRequest, IgnoredFields):
         return {name: values[name] for name in _ECHOED_FIELDS} | {
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "reasoning": {"effort": self.read_thinking().effort, "summary": None},
             "text": {"format": {"type": "text"}} if self.text is None else _dump(self.text),
             "tool_choice": _dump(self.tool_choice or "auto"),
             "tools": [

@@ -23,7 +23,7 @@ _TAGS = (
     Tags("[THINK]", "[/THINK]"),
     Tags("<seed:think>", "</seed:think>"),
 )
-_NUM_LAST = 8  # number of last tokens of a prompt that are searched for the begin of reasoning
+NUM_LAST = 8  # number of last tokens of a prompt that are searched for the begin of reasoning
 # A text in the template, and the form of calls that it indicates; the first match counts.
 _FORMS: tuple[tuple[str, CallForm], ...] = (
     ("<arg_key>", PairForm()),
@@ -114,7 +114,7 @@ class AnswerFormat:
         """Return True if the answer to a prompt begins within reasoning."""
         if self.reasoning is None:
             return False
-        end = str(self.tokenizer.decode(list(prompt[-_NUM_LAST:]), skip_special_tokens=False))
+        end = str(self.tokenizer.decode(list(prompt[-NUM_LAST:]), skip_special_tokens=False))
         return end.rstrip().endswith(self.reasoning.begin)
 
     def forced_call(

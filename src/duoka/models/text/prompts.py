@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from duoka.base.thinking import Thinking
 from duoka.errors import CheckpointError, UsageError
 
-from .answer_format import AnswerFormat
+from .answer_format import NUM_LAST, AnswerFormat
 from .call_forms import LineForm
 from .chat_template import encode_answer, encode_chat, text_ids
 from .image_prompts import ImageFormat, ImagePrompt, PromptImages, SquareImages, images_of
@@ -76,10 +76,11 @@ class ChatFormat(ABC):
     def stop_ids(self) -> tuple[int, ...]:
         """The ids of tokens at the end of an answer."""
 
-    @property
-    def content_start(self) -> tuple[int, ...]:
-        """The ids between a prompt and the content of its answer."""
-        return ()
+    def content_start(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        """Return the ids between a prompt and the content of its answer."""
+        if not self.answers.begins_within_reasoning(prompt):
+            return ()
+        return self.reasoning.closing_ids(self.tokenizer.decode(prompt[-NUM_LAST:]))
 
     @cached_property
     def answers(self) -> AnswerFormat:
@@ -187,9 +188,8 @@ class _RoleFormat(ChatFormat):
         names = (self._end, "<|user|>", "<|observation|>")
         return tuple(special_id(self.tokenizer, name) for name in names)
 
-    @property
-    def content_start(self) -> tuple[int, ...]:
-        """The empty line of metadata of an answer without a call."""
+    def content_start(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        """Return the empty line of metadata of an answer without a call."""
         return tuple(text_ids(self.tokenizer, "\n"))
 
     def _encode(

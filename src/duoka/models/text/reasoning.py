@@ -99,11 +99,10 @@ class ReasoningSwitch:
         inner = before + after
         return f"{inner.removeprefix(written) if inner.startswith(written) else after}{end}{gap}"
 
-    @cached_property
-    def closing_ids(self) -> tuple[int, ...]:
-        """The tokens that end reasoning within an answer."""
-        assert self.tags is not None, "without tags nothing is bounded"
-        text = f"{self.tags.end}{self._spaces[2]}"
+    def closing_ids(self, prompt: str | None = None) -> tuple[int, ...]:
+        """Return the tokens that end reasoning: of a prompt, or by default within an answer."""
+        assert self.tags is not None, "without tags nothing is closed"
+        text = f"{self.tags.end}{self._spaces[2]}" if prompt is None else self.close(prompt)
         ids = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False)
         return tuple(ids)
 
