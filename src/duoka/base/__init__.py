@@ -4,7 +4,7 @@
 - `files`: regular files, read within limits and written atomically; the cache directory
 - `serialization`: frozen dataclasses ↔ JSON, typed and strict
 - `answer_parts`: the parts of an answer: content, reasoning, tool calls
-- `thinking`: the choice of how a model thinks before its answer
+- `prompt_options`: options of a prompt: thinking, and continuing the last message
 - `images`: images in files, decoded within limits
 - `web`: images at URLs, fetched within limits
 - `progress`: progress messages of long calls

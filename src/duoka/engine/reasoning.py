@@ -2,30 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReasoningBudget:
-    """The most tokens of reasoning in an answer, and how reasoning begins and ends.
-
-    Parameters
-    ----------
-    tokens : int
-        At least 1.
-    begin, end : str
-        The tags around reasoning, which must be kept in the text (`kept_ids` of `Engine.submit`).
-    closing_ids : tuple of int
-        The tokens that end reasoning.
-    is_open : bool
-        True if the answer begins within reasoning.
-    """
-
-    tokens: int
-    begin: str
-    end: str
-    closing_ids: tuple[int, ...]
-    is_open: bool
+from duoka.models.text.reasoning import ReasoningBudget
 
 
 # With a budget of 3 tokens, and answers that the model would begin with "a b c d e":
@@ -34,7 +11,7 @@ class ReasoningBudget:
 #     begins with <think>            <think> a b c </think> …
 #     begins with other text         a …: no reasoning follows, so nothing is counted
 class ReasoningCounter:
-    """Counts the tokens of reasoning in one answer; `forced` is the token that must come next.
+    """Counts the tokens of reasoning in one answer, and forces its end.
 
     `is_done` is True once no token will be forced any more.
     """
@@ -57,15 +34,16 @@ class ReasoningCounter:
         if self._closing:
             del self._closing[0]
             self.is_done = not self._closing
-        elif not self._is_open:
-            self._text = (self._text + text).lstrip()
-            self._is_open = self._text.startswith(self._budget.begin)
-            self.is_done = not (self._is_open or self._budget.begin.startswith(self._text))
-        else:
-            end = self._budget.end
-            self._text += text
-            self.is_done = end in self._text
-            self._text = self._text[-len(end) :]  # a tag may consist of several tokens
-            self._remaining -= 1
-            if not self._remaining and not self.is_done:
-                self._closing = [*self._budget.closing_ids]
+            return
+        self._text += text
+        if not self._is_open:
+            start, begin = self._text.lstrip(), self._budget.tags.begin
+            self._is_open = start.startswith(begin)
+            self.is_done = not (self._is_open or begin.startswith(start))
+            return
+        end = self._budget.tags.end
+        self.is_done = end in self._text
+        self._text = self._text[-len(end) :]  # a tag may consist of several tokens
+        self._remaining -= 1
+        if not self._remaining and not self.is_done:
+            self._closing = [*self._budget.closing_ids]

@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple
 
 from duoka.checkpoint.sampling_params import Sampling
 from duoka.errors import UsageError
+from duoka.models.text.reasoning import ReasoningBudget
 
 from .grammar import Grammar
-from .reasoning import ReasoningBudget
 
 Finish = Literal["stop", "length", "cancelled"]
 _LARGEST_BIAS = 100.0

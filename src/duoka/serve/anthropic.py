@@ -14,12 +14,12 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import Field
 
-from duoka.base.thinking import Thinking
+from duoka.base.prompt_options import PromptOptions
 
 from .errors import HttpError
+from .forms import Effort, Form, Hints, ThinkingFields, drop_none
 from .message_answer import MessageAnswer
 from .messages import Prompt, Turn
-from .forms import Effort, Form, Hints, ThinkingFields, drop_none
 from .requests import AnswerRequest, Count, Function, StopTexts, choose_tools, make_turn
 from .service import Service
 from .streams import respond
@@ -184,14 +184,14 @@ class CountTokensRequest(ThinkingFields, Hints):
                 *(turn for message in self.messages for turn in read_turns(message)),
             ],
             parallel_tool_calls=not choice.disable_parallel_tool_use,
-            thinking=self.read_thinking(),
+            options=self.prompt_options(),
             **usable,
         )
 
-    def read_thinking(self) -> Thinking:
+    def prompt_options(self) -> PromptOptions:
         """See `ThinkingFields`; the effort of Anthropic's API is no switch."""
-        thinking = super().read_thinking()
-        return replace(thinking, effort=thinking.effort or self.output_config.effort)
+        options = super().prompt_options()
+        return replace(options, effort=options.effort or self.output_config.effort)
 
 
 class MessagesRequest(CountTokensRequest, AnswerRequest):

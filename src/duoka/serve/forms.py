@@ -5,18 +5,29 @@ Absent, null and empty fields are the same. `Hints` is the table of fields witho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from duoka.base.thinking import Thinking
+from duoka.base.prompt_options import PromptOptions
 
 from .errors import HttpError
 
 _EMPTY: tuple[Any, ...] = ("", [], {})
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Tokens = Annotated[int, Field(ge=0, lt=2**31)]
+# The fields for one choice, under the names of different clients and servers.
+_SWITCHES = (
+    *("enable_thinking", "thinking.is_on", "reasoning.enabled"),
+    *("chat_template_kwargs.enable_thinking", "chat_template_kwargs.thinking"),
+)
+_EFFORTS = ("reasoning_effort", "reasoning.effort", "chat_template_kwargs.reasoning_effort")
+_BUDGETS = (
+    *("thinking.budget_tokens", "reasoning.max_tokens", "chat_template_kwargs.thinking_budget"),
+    *("thinking_budget", "thinking_token_budget", "thinking_budget_tokens"),
+)
 
 
 def drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,9 +80,14 @@ class Hints(Form):
 class ThinkingConfig(Form):
     """Anthropic's `thinking`; `display` has no effect, as reasoning is always returned."""
 
-    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"] | None = None
     budget_tokens: Tokens | None = None
     display: Literal["summarized", "omitted"] | None = None
+
+    @property
+    def is_on(self) -> bool | None:
+        """Whether the model shall think; None without a choice."""
+        return None if self.type is None else self.type != "disabled"
 
 
 class ReasoningConfig(Form):
@@ -91,7 +107,7 @@ class ReasoningConfig(Form):
 
 
 class TemplateVariables(Form):
-    """The variables of the chat template; those for thinking are read under every template."""
+    """Variables of the chat template; these have their effect even if the template reads others."""
 
     model_config = ConfigDict(extra="allow")
     enable_thinking: bool | None = None
@@ -100,64 +116,38 @@ class TemplateVariables(Form):
     thinking_budget: Tokens | None = None
 
 
-def _read_switch(value: Any) -> Any:
-    """Convert a boolean to Anthropic's `thinking`."""
-    return {"type": "enabled" if value else "disabled"} if isinstance(value, bool) else value
-
-
 class ThinkingFields(Form):
     """The fields by which clients choose how the model thinks; every API takes all of them."""
 
     chat_template_kwargs: TemplateVariables = TemplateVariables()
     enable_thinking: bool | None = None
-    thinking: Annotated[ThinkingConfig | None, BeforeValidator(_read_switch)] = None
+    thinking: ThinkingConfig = ThinkingConfig()
     reasoning: ReasoningConfig = ReasoningConfig()
     reasoning_effort: Effort | None = None
     thinking_budget: Tokens | None = None
     thinking_token_budget: Tokens | None = None
     thinking_budget_tokens: Tokens | None = None
 
-    def read_thinking(self) -> Thinking:
-        """Return the choice of the request; raise HttpError if fields contradict one another.
+    def prompt_options(self) -> PromptOptions:
+        """Return the options of the prompt; raise HttpError if fields contradict one another.
 
         An effort also switches thinking on, or off ("none"), unless a switch is given.
         """
-        template, thinking, reasoning = self.chat_template_kwargs, self.thinking, self.reasoning
-        switches = drop_none({
-            "enable_thinking": self.enable_thinking,
-            "thinking": thinking and thinking.type != "disabled",
-            "reasoning.enabled": reasoning.enabled,
-            "chat_template_kwargs.enable_thinking": template.enable_thinking,
-            "chat_template_kwargs.thinking": template.thinking,
-        })  # fmt: skip
-        efforts = drop_none({
-            "reasoning_effort": self.reasoning_effort,
-            "reasoning.effort": reasoning.effort,
-            "chat_template_kwargs.reasoning_effort": template.reasoning_effort,
-        })  # fmt: skip
-        effort = _agree(efforts)
-        if effort == "none" or not switches:
-            switches |= dict.fromkeys(efforts, effort != "none")
-        budgets = {
-            "thinking.budget_tokens": thinking and thinking.budget_tokens,
-            "reasoning.max_tokens": reasoning.max_tokens,
-            "thinking_budget": self.thinking_budget,
-            "thinking_token_budget": self.thinking_token_budget,
-            "thinking_budget_tokens": self.thinking_budget_tokens,
-            "chat_template_kwargs.thinking_budget": template.thinking_budget,
-        }
-        return Thinking(
-            is_on=_agree(switches),
+        is_on, effort = self._read_choice(_SWITCHES), self._read_choice(_EFFORTS)
+        if effort == "none" and is_on:
+            raise HttpError(400, "reasoning effort none contradicts thinking", param="reasoning")
+        return PromptOptions(
+            is_thinking=effort != "none" if effort and is_on is None else is_on,
             effort=effort,
-            budget_tokens=_agree(drop_none(budgets)),
-            variables=template.model_extra or {},
+            budget_tokens=self._read_choice(_BUDGETS),
+            variables=self.chat_template_kwargs.model_extra or {},
         )
 
-
-def _agree(choices: Mapping[str, Any]) -> Any:
-    """Return the value of all fields, None without a field; raise HttpError if values differ."""
-    (name, value), *others = choices.items() or (("", None),)
-    for other_name, other_value in others:
-        if other_value != value:
-            raise HttpError(400, f"{name} and {other_name} contradict each other", param=name)
-    return value
+    def _read_choice(self, paths: Iterable[str]) -> Any:
+        """Return the value of these fields, or None; raise HttpError if they differ."""
+        values = [(path, attrgetter(path)(self)) for path in paths]
+        choices = [(path, value) for path, value in values if value is not None]
+        for path, value in choices:
+            if value != choices[0][1]:
+                raise HttpError(400, f"{path} contradicts {choices[0][0]}", param=path)
+        return choices[0][1] if choices else None

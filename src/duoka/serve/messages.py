@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from duoka.base.answer_parts import PartKind
-from duoka.base.thinking import Thinking
+from duoka.base.prompt_options import PromptOptions
 from duoka.planner.plan import Plan
 from duoka.report.measured import Fallback
 
@@ -59,7 +59,7 @@ class Prompt:
     tools: Sequence[Mapping[str, Any]] = ()
     must_call: bool = False
     parallel_tool_calls: bool = True
-    thinking: Thinking = Thinking()
+    options: PromptOptions = field(default_factory=PromptOptions)
     field: str = "messages"
 
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from duoka.base.thinking import Thinking
+from duoka.base.prompt_options import PromptOptions
 from duoka.engine.grammar import Grammar
-from duoka.engine.reasoning import ReasoningBudget
 from duoka.engine.request import SamplingParams
 from duoka.errors import UsageError
 from duoka.models.text.answer_reader import AnswerReader
@@ -73,7 +72,7 @@ class QuestionReader:
         self.num_tokens = 1 + max(vocabulary.values())
         if self.is_thinking is False:
             question = ChatMessage(role="user", content="?")
-            self.reader.chat.prompt([question], thinking=Thinking(is_on=False))
+            self.reader.chat.prompt([question], options=PromptOptions(is_thinking=False))
 
     def read(self, prompt: Prompt, values: Mapping[str, Any] | None = None) -> Question:
         """Convert a prompt and sampling parameters, `values`, to a question.
@@ -137,11 +136,10 @@ class QuestionReader:
         most_images = None if chat.images is None else self.reader.workload.images
         messages = ChatMessages(answers.reasoning, most_images).read(prompt.messages or ())
         self.reader.check_images(images_of(messages))
-        thinking = prompt.thinking
-        if thinking.is_on is None:
-            thinking = replace(thinking, is_on=self.is_thinking)
-        tokens = chat.prompt(messages, tools or None, thinking)
-        budget = None
+        options = prompt.options
+        if options.is_thinking is None:
+            options = replace(options, is_thinking=self.is_thinking)
+        tokens, budget = chat.prompt(messages, tools or None, options), None
         is_parallel, forced = prompt.parallel_tool_calls, None
         if prompt.must_call:
             if grammar is not None:
@@ -155,7 +153,8 @@ class QuestionReader:
         elif grammar is not None:
             tokens.extend(chat.content_start(tokens))
         else:
-            budget = self._read_budget(thinking, tokens)
+            is_open = answers.begins_within_reasoning(tokens)
+            budget = chat.reasoning.budget(options, is_open=is_open)
 
         def open_reader() -> AnswerReader:
             return answers.reader(tools, tokens, forced=forced, is_parallel=is_parallel)
@@ -165,17 +164,4 @@ class QuestionReader:
             params=SamplingParams(grammar=grammar, reasoning=budget),
             kept_ids=answers.kept_ids,
             open_reader=open_reader,
-        )
-
-    def _read_budget(self, thinking: Thinking, tokens: Sequence[int]) -> ReasoningBudget | None:
-        """Return the limit of the reasoning after a prompt; None without one."""
-        chat = self.reader.chat
-        if not thinking.budget_tokens or chat.answers.reasoning is None:
-            return None
-        return ReasoningBudget(
-            tokens=thinking.budget_tokens,
-            begin=chat.answers.reasoning.begin,
-            end=chat.answers.reasoning.end,
-            closing_ids=chat.reasoning.closing_ids(),
-            is_open=chat.answers.begins_within_reasoning(tokens),
         )

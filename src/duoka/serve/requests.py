@@ -301,7 +301,7 @@ class ChatCompletionRequest(OpenAIRequest, ThinkingFields):
         return Prompt(
             messages=read_chat(self.messages),
             parallel_tool_calls=self.parallel_tool_calls is not False,
-            thinking=self.read_thinking(),
+            options=self.prompt_options(),
             **choose_tools(tools, self.tool_choice),
         )
 
@@ -354,8 +354,8 @@ class TokenizeRequest(ThinkingFields):
         if self.messages is None:
             return Prompt(text=self.prompt, field="prompt")
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-        thinking = self.read_thinking()
-        return Prompt(messages=read_chat(self.messages), tools=tools, thinking=thinking)
+        options = self.prompt_options()
+        return Prompt(messages=read_chat(self.messages), tools=tools, options=options)
 
 
 class DetokenizeRequest(Form):

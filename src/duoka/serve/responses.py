@@ -205,7 +205,7 @@ class ResponsesRequest(AnswerRequest, ThinkingFields):
             messages=[*(instructions if self.instructions else ()), *read_turns(self.input)],
             field="input",
             parallel_tool_calls=self.parallel_tool_calls is not False,
-            thinking=self.read_thinking(),
+            options=self.prompt_options(),
             **choose_tools([tool.to_chat_tool() for tool in self.tools or ()], self.tool_choice),
         )
 
@@ -215,7 +215,7 @@ class ResponsesRequest(AnswerRequest, ThinkingFields):
         return {name: values[name] for name in _ECHOED_FIELDS} | {
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "reasoning": {"effort": self.read_thinking().effort, "summary": None},
+            "reasoning": {"effort": self.prompt_options().effort, "summary": None},
             "text": {"format": {"type": "text"}} if self.text is None else _dump(self.text),
             "tool_choice": _dump(self.tool_choice or "auto"),
             "tools": [

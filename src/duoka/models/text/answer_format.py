@@ -18,11 +18,8 @@ from .call_forms import LineForm, MistralForm, ObjectForm, PairForm, ParameterFo
 from .call_grammars import ForcedCall, force_call
 from .messages import TOOL_NAME, Tool, tool_function
 
-_TAGS = (
-    Tags("<think>", "</think>"),
-    Tags("[THINK]", "[/THINK]"),
-    Tags("<seed:think>", "</seed:think>"),
-)
+_TAGS = [Tags(f"<{name}>", f"</{name}>") for name in ("think", "seed:think")]
+_TAGS.append(Tags("[THINK]", "[/THINK]"))
 NUM_LAST = 8  # number of last tokens of a prompt that are searched for the begin of reasoning
 # A text in the template, and the form of calls that it indicates; the first match counts.
 _FORMS: tuple[tuple[str, CallForm], ...] = (

@@ -172,7 +172,7 @@ def encode_chat(
             raise _imitation_error()
         return EncodedChat(text, images.prompt(text, images_shown))
     if not is_imitated:
-        return EncodedChat(text, _ids(tokenizer, text))
+        return EncodedChat(text, list(trusted_ids(tokenizer, text)))
     # The template may write contents unchanged or stripped. If it changes contents in another way,
     # the marks don't tell where a content stands.
     for written in (contents, [content.strip() for content in contents]):
@@ -182,9 +182,8 @@ def encode_chat(
         raise _imitation_error()
     # For harmless contents encoding in parts must equal encoding at once, or parts can't be used.
     harmless = [f"x{special.without(content)}x" for content in written]
-    if special.ids_in_parts(marked, marks, harmless) != _ids(
-        tokenizer, marks.fill(marked, harmless)
-    ):
+    ids = special.ids_in_parts(marked, marks, harmless)
+    if tuple(ids) != trusted_ids(tokenizer, marks.fill(marked, harmless)):
         raise _imitation_error()
     return EncodedChat(text, special.ids_in_parts(marked, marks, written))
 
@@ -380,7 +379,9 @@ def _parts(message: ChatMessage) -> list[dict[str, str]]:
 
 
 def find_template(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool) -> str:
-    """Return the tokenizer's template; raise CheckpointError for a missing template."""
+    """Return the template, empty if there is none; CheckpointError if none is usable."""
+    if tokenizer.chat_template is None:
+        return ""
     try:
         return tokenizer.get_chat_template(tools=[{}] if has_tools else None)
     except ValueError as error:
@@ -392,10 +393,9 @@ def _why(error: BaseException) -> str:
     return (str(error) or type(error).__name__)[:_MOST_WHY_CHARACTERS]
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def trusted_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     """Encode trusted text; special tokens in the text become special tokens."""
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False)
-    return ids
+    return tuple(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False))
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

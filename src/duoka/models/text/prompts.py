@@ -23,12 +23,12 @@ from typing import Any, ClassVar, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from duoka.base.thinking import Thinking
+from duoka.base.prompt_options import PromptOptions
 from duoka.errors import CheckpointError, UsageError
 
-from .answer_format import NUM_LAST, AnswerFormat
+from .answer_format import AnswerFormat
 from .call_forms import LineForm
-from .chat_template import encode_answer, encode_chat, text_ids
+from .chat_template import Rendering, encode_answer, encode_chat, text_ids
 from .image_prompts import ImageFormat, ImagePrompt, PromptImages, SquareImages, images_of
 from .messages import (
     ChatMessage,
@@ -45,7 +45,7 @@ from .messages import (
 from .reasoning import ReasoningSwitch
 from .tokenizer import special_id
 
-_AS_TEMPLATE = Thinking()
+_DEFAULTS = PromptOptions()
 
 
 class TrainingSample(NamedTuple):
@@ -78,9 +78,7 @@ class ChatFormat(ABC):
 
     def content_start(self, prompt: Sequence[int]) -> tuple[int, ...]:
         """Return the ids between a prompt and the content of its answer."""
-        if not self.answers.begins_within_reasoning(prompt):
-            return ()
-        return self.reasoning.closing_ids(self.tokenizer.decode(prompt[-NUM_LAST:]))
+        return self.reasoning.end_ids(prompt)
 
     @cached_property
     def answers(self) -> AnswerFormat:
@@ -93,25 +91,16 @@ class ChatFormat(ABC):
         return ReasoningSwitch(self.tokenizer, self.answers.reasoning)
 
     def prompt(
-        self,
-        messages: Messages,
-        tools: Tools = None,
-        thinking: Thinking = _AS_TEMPLATE,
-        *,
-        continues: bool = False,
+        self, messages: Messages, tools: Tools = None, options: PromptOptions = _DEFAULTS
     ) -> list[int]:
-        """Return the ids of a prompt; if messages have images, an `ImagePrompt`.
-
-        With `continues` the answer continues the last message, which is the assistant's.
-        """
+        """Return the ids of a prompt; if messages have images, an `ImagePrompt`."""
         takes_images = self.images is not None
-        last_is_answerable(messages, takes_images=takes_images, continues=continues)
-        return self._encode(messages, tools, thinking, continues=continues)
+        last_is_answerable(messages, takes_images=takes_images, continues=options.continues)
+        rendering = self.reasoning.rendering(options, has_tools=bool(tools))
+        return self._encode(messages, tools, rendering)
 
     @abstractmethod
-    def _encode(
-        self, messages: Messages, tools: Tools, thinking: Thinking, *, continues: bool
-    ) -> list[int]:
+    def _encode(self, messages: Messages, tools: Tools, rendering: Rendering) -> list[int]:
         """Encode a prompt that has been checked; see `prompt`."""
 
     @abstractmethod
@@ -192,13 +181,10 @@ class _RoleFormat(ChatFormat):
         """Return the empty line of metadata of an answer without a call."""
         return tuple(text_ids(self.tokenizer, "\n"))
 
-    def _encode(
-        self, messages: Messages, tools: Tools, thinking: Thinking, *, continues: bool
-    ) -> list[int]:
+    def _encode(self, messages: Messages, tools: Tools, rendering: Rendering) -> list[int]:
         """See `ChatFormat`."""
-        _refuse_variables(thinking)
         ids = self.written(messages, tools)
-        if not continues:
+        if not rendering.continues:
             ids.append(special_id(self.tokenizer, "<|assistant|>"))
         images = images_of(messages)
         if self.images is None or not images:
@@ -293,12 +279,9 @@ class ChatGLM2Format(ChatFormat):
         end = self.tokenizer.eos_token_id
         return (end,) if isinstance(end, int) else ()
 
-    def _encode(
-        self, messages: Messages, tools: Tools, thinking: Thinking, *, continues: bool
-    ) -> list[int]:
+    def _encode(self, messages: Messages, tools: Tools, rendering: Rendering) -> list[int]:
         """See `ChatFormat`. The system message comes before the first round."""
-        _refuse_variables(thinking)
-        if continues:
+        if rendering.continues:
             question = self.written(messages[:-1], tools, "\n\n答：")
             return [*question, *text_ids(self.tokenizer, messages[-1].content)]
         return self.written(messages, tools, "\n\n答：")
@@ -357,21 +340,13 @@ class TemplateFormat(ChatFormat):
         """See `ChatFormat`."""
         return AnswerFormat.of_template(self.tokenizer)
 
-    def _encode(
-        self, messages: Messages, tools: Tools, thinking: Thinking, *, continues: bool
-    ) -> list[int]:
+    def _encode(self, messages: Messages, tools: Tools, rendering: Rendering) -> list[int]:
         """See `ChatFormat`. Without a template the texts of messages are joined by newlines."""
         if self.tokenizer.chat_template is not None:
-            rendering = self.reasoning.rendering(thinking, has_tools=bool(tools))
             with self._lock:
                 return encode_chat(
-                    self.tokenizer,
-                    messages,
-                    tools,
-                    images=self.images,
-                    rendering=replace(rendering, continues=continues),
+                    self.tokenizer, messages, tools, images=self.images, rendering=rendering
                 ).ids
-        _refuse_variables(thinking)
         if images_of(messages):
             raise UsageError("this model has no chat template, so images aren't supported")
         if tools:
@@ -390,14 +365,6 @@ class TemplateFormat(ChatFormat):
             )
         with self._lock:
             return TrainingSample(*encode_answer(self.tokenizer, messages, tools, self.stop_ids))
-
-
-def _refuse_variables(thinking: Thinking) -> None:
-    """Raise UsageError for variables of a chat template, which the model doesn't have."""
-    if thinking.variables:
-        error = UsageError("this model has no chat template, so it has no chat_template_kwargs")
-        error.param = "chat_template_kwargs"
-        raise error
 
 
 def has_template(chat: ChatFormat) -> bool:

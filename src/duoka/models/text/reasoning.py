@@ -1,4 +1,4 @@
-"""Switch the reasoning of a model on and off: by its chat template, or by closing its block.
+r"""Switch the reasoning of a model on and off: by its chat template, or by closing its block.
 
 Templates have switches under a few names, which are found in their source. Where a template has
 none, a prompt without reasoning ends with an empty block, in the template's own form:
@@ -11,107 +11,121 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import cached_property, lru_cache, partial
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, TemplateSyntaxError, meta
 from transformers import PreTrainedTokenizerBase
 
-from duoka.base.thinking import Thinking
+from duoka.base.prompt_options import PromptOptions
 from duoka.errors import UsageError
 
+from .answer_format import NUM_LAST
 from .answer_reader import Tags
-from .chat_template import GENERATION, Rendering, find_template
+from .chat_template import GENERATION, Rendering, find_template, trusted_ids
 
-SWITCHES = ("enable_thinking", "thinking")
-EFFORT, BUDGET = "reasoning_effort", "thinking_budget"
-_OFF_EFFORT = re.compile(rf"\b{EFFORT}\b[^%}}]*(['\"])none\1")
+_SWITCHES, _EFFORT, _BUDGET = ("enable_thinking", "thinking"), "reasoning_effort", "thinking_budget"
+_OFF_EFFORT = re.compile(rf"\b{_EFFORT}\b[^%}}]*(['\"])none\1")
 # Words in the templates of models that reason in a form of their own.
 _REASONS = re.compile("reasoning|thinking")
-_ALWAYS_SET = {"messages", "raise_exception", "strftime_now"}
-# Around empty reasoning: after the begin tag, before the end tag, after it.
+_ENVIRONMENT = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
+_NOT_SETTABLE = {"messages", "raise_exception", "strftime_now"}
+# White space around empty reasoning, where the template doesn't show it: after the begin tag,
+# before the end tag, and after it.
 _SPACES = {"<think>": ("\n", "\n", "\n\n")}
 
 
 @lru_cache(16)
 def template_variables(template: str) -> frozenset[str]:
     """Return the names of the variables that a chat template reads; none if it is damaged."""
-    source = GENERATION.sub("", template)
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)  # noqa: S701
     try:
-        return frozenset(meta.find_undeclared_variables(environment.parse(source)))
+        tree = _ENVIRONMENT.parse(GENERATION.sub("", template))
+        return frozenset(meta.find_undeclared_variables(tree)) - _NOT_SETTABLE
     except TemplateSyntaxError:
         return frozenset()
 
 
+class ReasoningBudget(NamedTuple):
+    """The most tokens of reasoning in an answer, at least 1, and how reasoning begins and ends.
+
+    The texts of `tags` must be kept in the answer (`kept_ids` of `Engine.submit`). `closing_ids`
+    are the tokens that end reasoning; `is_open` is True if the answer begins within reasoning.
+    """
+
+    tokens: int
+    tags: Tags
+    closing_ids: tuple[int, ...]
+    is_open: bool
+
+
 @dataclass(frozen=True)
 class ReasoningSwitch:
-    """Applies a `Thinking` to the prompts of a model; `tags` are those around its reasoning."""
+    """Applies the options of prompts to a model; `tags` are those around its reasoning."""
 
     tokenizer: PreTrainedTokenizerBase
     tags: Tags | None
 
-    def rendering(self, thinking: Thinking, *, has_tools: bool) -> Rendering:
+    def rendering(self, options: PromptOptions, *, has_tools: bool) -> Rendering:
         """Return the variables of the template, and the end of the prompt.
 
         Raises UsageError for a variable that the template doesn't read, and if reasoning can be
-        neither switched off nor bounded, because its form is unknown.
+        neither switched off nor limited, because its form is unknown.
         """
         template = find_template(self.tokenizer, has_tools=has_tools)
         names = template_variables(template)
-        values = self._check_variables(thinking, names)
-        is_on = False if thinking.is_off else thinking.is_on
-        switches = [name for name in SWITCHES if name in names and is_on is not None]
-        values |= dict.fromkeys(switches, is_on)
-        has_switch = bool(switches)
-        if EFFORT in names and is_on is not False and thinking.effort is not None:
-            values[EFFORT] = thinking.effort
-        elif is_on is False and EFFORT in names and _OFF_EFFORT.search(template):
-            values[EFFORT], has_switch = "none", True
-        if BUDGET in names and (is_on is False or thinking.budget_tokens is not None):
-            values[BUDGET], has_switch = 0 if is_on is False else thinking.budget_tokens, True
-        is_bounded = bool(thinking.budget_tokens) and BUDGET not in names
-        is_unknown = self.tags is None and (is_bounded or not has_switch)
-        if is_unknown and (is_bounded or is_on is False) and _REASONS.search(template):
-            what = "limited" if is_bounded else "switched off"
+        self._check_variables(options, names)
+        is_on = False if options.budget_tokens == 0 else options.is_thinking
+        effort, budget = options.effort, options.budget_tokens
+        if is_on is False:
+            effort, budget = "none" if _OFF_EFFORT.search(template) else None, 0
+        values = {**dict.fromkeys(_SWITCHES, is_on), _EFFORT: effort, _BUDGET: budget}
+        switches = {name: values[name] for name in names & {*values} if values[name] is not None}
+        is_limited = bool(budget)
+        needs_tags = _BUDGET not in switches if is_limited else is_on is False and not switches
+        if needs_tags and self.tags is None and _REASONS.search(template):
+            what = "limited" if is_limited else "switched off"
             raise UsageError(
                 f"the reasoning of this model can't be {what}: its chat template has no variable "
                 "for that, and the tags around it are unknown",
                 hint="let the model decide, and limit all new tokens",
             )
+        return Rendering(
+            continues=options.continues,
+            variables={**options.variables, **switches},
+            end=partial(self._close, adds_block=not switches) if is_on is False else lambda _: "",
+        )
 
-        def end(text: str) -> str:
-            """Return the text that closes reasoning in a rendered prompt."""
-            is_open = self.tags is not None and text.rstrip().endswith(self.tags.begin)
-            return self.close(text) if is_on is False and (is_open or not has_switch) else ""
+    def end_ids(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens that end the reasoning that a prompt has begun, if it has."""
+        text = self.tokenizer.decode(list(prompt[-NUM_LAST:]), skip_special_tokens=False)
+        return trusted_ids(self.tokenizer, self._close(str(text), adds_block=False))
 
-        return Rendering(variables=values, end=end)
+    def budget(self, options: PromptOptions, *, is_open: bool) -> ReasoningBudget | None:
+        """Return the limit of the reasoning of an answer; None without one."""
+        if not options.budget_tokens or self.tags is None:
+            return None
+        closing_ids = trusted_ids(self.tokenizer, self.tags.end + self._spaces[2])
+        return ReasoningBudget(options.budget_tokens, self.tags, closing_ids, is_open)
 
-    def close(self, text: str) -> str:
-        """Return the text that ends the reasoning of a prompt, or writes an empty block."""
+    def _close(self, text: str, *, adds_block: bool) -> str:
+        """Return the text that ends the reasoning of a prompt; an empty block if none has begun."""
         if self.tags is None:
             return ""
         (begin, end), (before, after, gap) = self.tags, self._spaces
         _, tag, written = text.rpartition(begin)
         if not tag or written.strip():
-            return f"{begin}{before}{after}{end}{gap}"
+            return f"{begin}{before}{after}{end}{gap}" if adds_block else ""
         inner = before + after
         return f"{inner.removeprefix(written) if inner.startswith(written) else after}{end}{gap}"
-
-    def closing_ids(self, prompt: str | None = None) -> tuple[int, ...]:
-        """Return the tokens that end reasoning: of a prompt, or by default within an answer."""
-        assert self.tags is not None, "without tags nothing is closed"
-        text = f"{self.tags.end}{self._spaces[2]}" if prompt is None else self.close(prompt)
-        ids = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False)
-        return tuple(ids)
 
     @cached_property
     def _spaces(self) -> tuple[str, ...]:
         """The white space around reasoning, read off an answer that the template renders."""
         assert self.tags is not None, "without tags there is nothing around"
-        reasons = {"reasoning_content": "REASONS", "reasoning": "REASONS"}
-        answer = {"role": "assistant", "content": "ANSWER", **reasons}
+        answer = {"role": "assistant", "content": "ANSWER"}
+        answer |= dict.fromkeys(("reasoning_content", "reasoning"), "REASONS")
         render: Any = self.tokenizer.apply_chat_template
         try:
             text = str(render([{"role": "user", "content": "?"}, answer], tokenize=False))
@@ -121,17 +135,14 @@ class ReasoningSwitch:
         match = re.search(rf"{begin}(\s*)REASONS(\s*){end}(\s*)ANSWER", text)
         return match.groups() if match else _SPACES.get(self.tags.begin, ("", "", ""))
 
-    def _check_variables(self, thinking: Thinking, names: frozenset[str]) -> dict[str, Any]:
-        """Return the variables of a request; raise UsageError for one that can't be set."""
-        arguments = inspect.signature(self.tokenizer.apply_chat_template).parameters
-        fixed = _ALWAYS_SET | arguments.keys() | self.tokenizer.special_tokens_map.keys()
-        for name in thinking.variables:
-            if name not in names or name in fixed:
-                settable = ", ".join(sorted(names - fixed)) or "none"
-                error = UsageError(
-                    f"the model's chat template has no variable {name[:80]!r}",
-                    hint=f"its variables: {settable}",
-                )
-                error.param = "chat_template_kwargs"
-                raise error
-        return dict(thinking.variables)
+    def _check_variables(self, options: PromptOptions, names: frozenset[str]) -> None:
+        """Raise UsageError for variables that the template doesn't read, or that are fixed."""
+        parameters = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        settable = names - parameters.keys() - self.tokenizer.special_tokens_map.keys()
+        for name in options.variables.keys() - settable:
+            error = UsageError(
+                f"the model's chat template has no variable {name[:80]!r}",
+                hint=f"its variables: {', '.join(sorted(settable)) or 'none'}",
+            )
+            error.param = "chat_template_kwargs"
+            raise error

@@ -1,4 +1,4 @@
-"""The choice of how a model thinks before its answer, for one prompt."""
+"""The options of a prompt: how the model thinks before its answer, and where the answer begins."""
 
 from __future__ import annotations
 
@@ -8,27 +8,25 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Thinking:
-    """The choice of how a model thinks before an answer; by default, the model decides.
+class PromptOptions:
+    """The options of a prompt; by default, the model decides whether it thinks.
 
     Parameters
     ----------
-    is_on : bool, optional
+    is_thinking : bool, optional
         Whether the model shall think; None leaves the choice to its chat template.
     effort : str, optional
         The value of the template's variable `reasoning_effort`.
     budget_tokens : int, optional
-        The most tokens of reasoning; its end is forced after them. 0 is the same as off.
+        The most tokens of reasoning; its end is forced after them. 0 is the same as no thinking.
     variables : mapping
         Further variables of the chat template.
+    continues : bool
+        True if the answer continues the last message, which is the assistant's.
     """
 
-    is_on: bool | None = None
+    is_thinking: bool | None = None
     effort: str | None = None
     budget_tokens: int | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_off(self) -> bool:
-        """True if the model shall not think."""
-        return self.is_on is False or self.budget_tokens == 0
+    continues: bool = False
