@@ -56,10 +56,9 @@ class AnswerFormat:
         form = next((form for mark, form in _FORMS if mark in template), None)
         if form is None and "<|python_tag|>" in added and '"parameters"' in template:
             form = ObjectForm()
-        reasoning = next(
-            (tags for tags in _TAGS if tags.end in template or {*tags} <= added.keys()), None
-        )
-        return cls(tokenizer, form, reasoning)
+        tags = [pair for pair in _TAGS if pair.end in template]
+        tags += [pair for pair in _TAGS if {*pair} <= added.keys()]
+        return cls(tokenizer, form, next(iter(tags), None))
 
     @property
     def kept_ids(self) -> tuple[int, ...]:
