@@ -265,7 +265,7 @@ class Engine:
         sequence = EngineSequence(
             tokens,
             replace(params, seed=seed, max_new_tokens=token_limit),
-            stop_ids=tuple(self._reader.chat.stop_ids),
+            stop_ids=(*self._reader.chat.stop_ids, *params.stop_ids),
             rules=self._rules,
             detokenizer=detokenizer
             or Detokenizer(self._reader.tokenizer, kept_ids, () if is_chat else tokens),

@@ -40,6 +40,11 @@ class SamplingParams(Sampling):
         Added to the logits, by token id.
     stop : tuple of str
         Texts that end the answer; they are removed from it.
+    stop_ids : tuple of int
+        Further stop tokens.
+    forced_ids : tuple of int
+        The tokens with which the answer begins, whatever the model would generate. Random numbers
+        and penalties are those of an answer to a prompt that ends with them.
     min_new_tokens : int
         Tokens to generate before a stop token may be sampled, unless a grammar allows only that.
     grammar : Grammar, optional
@@ -58,6 +63,8 @@ class SamplingParams(Sampling):
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    forced_ids: tuple[int, ...] = ()
     min_new_tokens: int = 0
     grammar: Grammar | None = None
     reasoning: ReasoningBudget | None = None

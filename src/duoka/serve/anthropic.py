@@ -17,7 +17,7 @@ from pydantic import Field
 from duoka.base.prompt_options import PromptOptions
 
 from .errors import HttpError
-from .forms import Effort, Form, Hints, ThinkingFields, drop_none
+from .forms import Effort, Form, Hints, PartHints, PromptFields, drop_none
 from .message_answer import MessageAnswer
 from .messages import Prompt, Turn
 from .requests import AnswerRequest, Count, Function, StopTexts, choose_tools, make_turn
@@ -25,18 +25,12 @@ from .service import Service
 from .streams import respond
 
 
-class _Block(Form):
-    """The common field of blocks and tools."""
-
-    cache_control: dict[str, Any] | None = None  # ignored: every prefix is cached
-
-
-class TextBlock(_Block):
+class TextBlock(PartHints):
     """A text block of a message."""
 
     type: Literal["text"]
     text: str
-    citations: None = None
+    citations: list[Any] | None = None  # ignored
 
 
 class ImageBase64(Form):
@@ -54,7 +48,7 @@ class ImageUrl(Form):
     url: str
 
 
-class ImageBlock(_Block):
+class ImageBlock(PartHints):
     """An image block of a message."""
 
     type: Literal["image"]
@@ -68,6 +62,43 @@ class ImageBlock(_Block):
         return f"data:{self.source.media_type};base64,{self.source.data}"
 
 
+class DocumentSource(Form):
+    """The text of a document, or its parts; files aren't read."""
+
+    type: Literal["text", "content"]
+    media_type: Literal["text/plain"] | None = None
+    data: str = ""
+    content: str | list[TextBlock | ImageBlock] = ""
+
+
+class DocumentBlock(PartHints):
+    """A document in a message: a text with a title and its context."""
+
+    type: Literal["document"]
+    source: DocumentSource
+    title: str | None = None
+    context: str | None = None
+    citations: dict[str, Any] | None = None  # ignored
+
+    @property
+    def text(self) -> str:
+        """The document as text."""
+        body = self.source.data or make_turn("user", self.source.content).content
+        return "\n\n".join(filter(None, (self.title, self.context, body))) + "\n\n"
+
+    @property
+    def images(self) -> list[ImageBlock]:
+        """The images of the document."""
+        return [part for part in self.source.content if isinstance(part, ImageBlock)]
+
+
+class RedactedThinkingBlock(Form):
+    """Reasoning that only Anthropic's servers can read; it is left out."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
 class ThinkingBlock(Form):
     """The reasoning before an answer, as the server has sent it."""
 
@@ -76,7 +107,10 @@ class ThinkingBlock(Form):
     signature: str = ""
 
 
-class ToolUseBlock(_Block):
+ResultPart = TextBlock | ImageBlock | DocumentBlock
+
+
+class ToolUseBlock(PartHints):
     """A tool call of the assistant."""
 
     type: Literal["tool_use"]
@@ -85,12 +119,12 @@ class ToolUseBlock(_Block):
     input: dict[str, Any]
 
 
-class ToolResultBlock(_Block):
+class ToolResultBlock(PartHints):
     """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]] = ""
+    content: str | list[Annotated[ResultPart, Field(discriminator="type")]] = ""
     is_error: bool | None = None
 
     @property
@@ -106,14 +140,20 @@ class ToolResultBlock(_Block):
 
 
 Block = Annotated[
-    TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
+    TextBlock
+    | ImageBlock
+    | DocumentBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ToolUseBlock
+    | ToolResultBlock,
     Field(discriminator="type"),
 ]
 
 
 _ALLOWED_BLOCKS: dict[str, Any] = {
-    "user": (TextBlock, ImageBlock, ToolResultBlock),
-    "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
+    "user": (TextBlock, ImageBlock, DocumentBlock, ToolResultBlock),
+    "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
     "system": (TextBlock, ImageBlock),
 }
 
@@ -125,7 +165,7 @@ class AnthropicMessage(Form):
     content: str | Annotated[list[Block], Field(min_length=1)]
 
 
-class AnthropicTool(Function, _Block):
+class AnthropicTool(Function):
     """A tool of the client."""
 
     type: Literal["custom"] | None = None
@@ -162,7 +202,7 @@ class OutputConfig(Form):
     format: AnthropicSchemaFormat | None = None
 
 
-class CountTokensRequest(ThinkingFields, Hints):
+class CountTokensRequest(PromptFields, Hints):
     """``POST /v1/messages/count_tokens``."""
 
     model: str
@@ -189,9 +229,13 @@ class CountTokensRequest(ThinkingFields, Hints):
         )
 
     def prompt_options(self) -> PromptOptions:
-        """See `ThinkingFields`; the effort of Anthropic's API is no switch."""
+        """See `PromptFields`; effort is no switch, and a last message of the assistant continues."""
         options = super().prompt_options()
-        return replace(options, effort=options.effort or self.output_config.effort)
+        return replace(
+            options,
+            effort=options.effort or self.output_config.effort,
+            continues=options.continues or self.messages[-1].role == "assistant",
+        )
 
 
 class MessagesRequest(CountTokensRequest, AnswerRequest):

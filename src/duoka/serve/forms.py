@@ -55,12 +55,40 @@ class Form(BaseModel):
         }
 
 
-class Hints(Form):
-    """The fields without an effect, which every API accepts."""
+# ── fields without an effect ──
+
+
+class PartHints(Form):
+    """The fields of messages, their parts and tools that have no effect."""
 
     cache_control: dict[str, Any] | None = None  # every prefix is cached
+    prompt_cache_breakpoint: Any = None
+    caller: Any = None  # only the model calls tools
+
+
+class MessageHints(PartHints):
+    """The fields of messages that have no effect: templates have no place for names."""
+
+    name: str | None = None
+
+
+class ToolHints(PartHints):
+    """The fields of tools that have no effect: every tool is described in each prompt."""
+
+    allowed_callers: list[str] | None = None
+    defer_loading: bool | None = None
+    eager_input_streaming: bool | None = None
+    input_examples: list[Any] | None = None
+    output_schema: dict[str, Any] | None = None
+
+
+class Hints(Form):
+    """The fields of requests that have no effect, which every API accepts."""
+
+    cache_control: dict[str, Any] | None = None
     context_management: Any = None  # conversations are neither stored nor shortened
     inference_geo: str | None = None
+    max_tool_calls: int | None = None  # of the server's tools, of which there are none
     metadata: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None  # would only speed up generation
     prompt_cache_key: str | None = None
@@ -68,7 +96,9 @@ class Hints(Form):
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
+    speed: str | None = None
     store: Literal[False] | None = None
+    thread: Any = None
     user: str | None = None
     user_profile_id: str | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -116,8 +146,8 @@ class TemplateVariables(Form):
     thinking_budget: Tokens | None = None
 
 
-class ThinkingFields(Form):
-    """The fields by which clients choose how the model thinks; every API takes all of them."""
+class PromptFields(Form):
+    """The fields for the options of a prompt, under the names of all clients, in every API."""
 
     chat_template_kwargs: TemplateVariables = TemplateVariables()
     enable_thinking: bool | None = None
@@ -127,6 +157,8 @@ class ThinkingFields(Form):
     thinking_budget: Tokens | None = None
     thinking_token_budget: Tokens | None = None
     thinking_budget_tokens: Tokens | None = None
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
 
     def prompt_options(self) -> PromptOptions:
         """Return the options of the prompt; raise HttpError if fields contradict one another.
@@ -134,6 +166,9 @@ class ThinkingFields(Form):
         An effort also switches thinking on, or off ("none"), unless a switch is given.
         """
         is_on, effort = self._read_choice(_SWITCHES), self._read_choice(_EFFORTS)
+        if self.add_generation_prompt is self.continue_final_message:
+            text = "add_generation_prompt must be the opposite of continue_final_message"
+            raise HttpError(400, text, param="add_generation_prompt")
         if effort == "none" and is_on:
             raise HttpError(400, "reasoning effort none contradicts thinking", param="reasoning")
         return PromptOptions(
@@ -141,6 +176,7 @@ class ThinkingFields(Form):
             effort=effort,
             budget_tokens=self._read_choice(_BUDGETS),
             variables=self.chat_template_kwargs.model_extra or {},
+            continues=self.continue_final_message,
         )
 
     def _read_choice(self, paths: Iterable[str]) -> Any:

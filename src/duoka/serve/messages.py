@@ -49,8 +49,9 @@ class Turn:
 class Prompt:
     """A prompt: either the messages of a chat, a text to continue, or token ids.
 
-    The model may call `tools`, and must call one of them with `must_call`. `field` is the name of
-    the prompt's field in the request, for error messages.
+    The model may call `tools`, and must call one of them with `must_call`. With `is_scored`, the
+    generation begins with all but the first of the `tokens`, so that they have log-probabilities.
+    `field` is the name of the prompt's field in the request, for error messages.
     """
 
     messages: Sequence[Turn] | None = None
@@ -59,6 +60,7 @@ class Prompt:
     tools: Sequence[Mapping[str, Any]] = ()
     must_call: bool = False
     parallel_tool_calls: bool = True
+    is_scored: bool = False
     options: PromptOptions = field(default_factory=PromptOptions)
     field: str = "messages"
 

@@ -88,7 +88,19 @@ class QuestionReader:
         self._refuse_too_long(prompt)
         params_given = {name: value for name, value in (values or {}).items() if name != _FORMAT}
         question = self._read_prompt(prompt, grammar)
-        fixed = {"grammar": question.params.grammar, "reasoning": question.params.reasoning}
+        if not params_given.pop("skip_special_tokens", True):
+            added = self.reader.tokenizer.added_tokens_decoder.items()
+            kept_ids = [number for number, token in added if token.special]
+            question = replace(question, kept_ids=kept_ids)
+        fixed: dict[str, Any] = {
+            "grammar": question.params.grammar,
+            "reasoning": question.params.reasoning,
+        }
+        if prompt.is_scored:
+            fixed["forced_ids"] = tuple(prompt.tokens or ())[1:]
+            question = replace(question, tokens=question.tokens[:1])
+            for name in {"max_new_tokens", "min_new_tokens"} & params_given.keys():
+                params_given[name] += len(fixed["forced_ids"])
         params = SamplingParams.recommended(self.generation_config, **params_given, **fixed)
         return replace(question, params=params)
 
@@ -100,6 +112,8 @@ class QuestionReader:
             grammar = None if form is None else Grammar.from_response_format(form)
             field = "logit_bias"
             refuse_beyond(values.get(field, ()), self.num_tokens)
+            field = "stop_token_ids"
+            refuse_beyond(values.get("stop_ids", ()), self.num_tokens)
         except UsageError as error:
             error.param = field
             raise
@@ -157,7 +171,9 @@ class QuestionReader:
             budget = chat.reasoning.budget(options, is_open=is_open)
 
         def open_reader() -> AnswerReader:
-            return answers.reader(tools, tokens, forced=forced, is_parallel=is_parallel)
+            reader = answers.reader(tools, tokens, forced=forced, is_parallel=is_parallel)
+            reader.keeps_space = options.continues
+            return reader
 
         return Question(
             tokens=tokens,

@@ -15,17 +15,19 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 
 from .errors import HttpError
-from .forms import Form, Hints, ThinkingFields, drop_none
+from .forms import Form, Hints, MessageHints, PartHints, PromptFields, ToolHints, drop_none
 from .messages import Prompt, Turn
 
-_MOST_CHOICES = 16
+_MOST_CHOICES, _MOST_PROMPTS = 16, 2048
 MOST_TOP_LOGPROBS = 20
 _PARAMS = {"temperature", "top_p", "top_k", "min_p", "logit_bias", "seed", "stop"}
 _PARAMS |= {"presence_penalty", "frequency_penalty", "repetition_penalty", "max_new_tokens"}
+_PARAMS |= {"stop_ids", "skip_special_tokens"}
 
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 StopTexts = Annotated[list[StopText], Field(max_length=16), AfterValidator(tuple)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+StopIds = Annotated[list[TokenId], Field(max_length=64), AfterValidator(tuple)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -53,14 +55,14 @@ class AnswerRequest(Hints):
 # model and the conversation (images, memory, ids of tool calls).
 
 
-class TextPart(Form):
+class TextPart(PartHints):
     """A text part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class RefusalPart(Form):
+class RefusalPart(PartHints):
     """A refusal of the assistant."""
 
     type: Literal["refusal"]
@@ -71,10 +73,10 @@ class ImageAddress(Form):
     """The URL of an image: a data URL or an http(s) URL."""
 
     url: str
-    detail: Literal["auto", "low", "high"] | None = None
+    detail: str | None = None  # ignored
 
 
-class ImagePart(Form):
+class ImagePart(PartHints):
     """An image part of a message."""
 
     type: Literal["image_url"]
@@ -103,37 +105,37 @@ class AnsweredCall(Form):
     index: int | None = None
 
 
-class SystemMessage(Form):
+class SystemMessage(MessageHints):
     """A system message."""
 
     role: Literal["system", "developer"]
     content: str | list[TextPart]
 
 
-class UserMessage(Form):
+class UserMessage(MessageHints):
     """A user message."""
 
     role: Literal["user"]
     content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
 
 
-class AssistantMessage(Form):
+class AssistantMessage(MessageHints):
     """An earlier answer of the model."""
 
     role: Literal["assistant"]
     content: str | list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]] = ""
     reasoning_content: str | None = None
     reasoning: str | None = None
+    refusal: str | None = None
     tool_calls: list[AnsweredCall] | None = None
 
 
-class ToolMessage(Form):
+class ToolMessage(MessageHints):
     """The result of a tool call."""
 
     role: Literal["tool"]
     tool_call_id: str
     content: str | list[TextPart] = ""
-    name: str | None = None
 
 
 AnyMessage = SystemMessage | UserMessage | AssistantMessage | ToolMessage
@@ -152,7 +154,8 @@ def read_chat(messages: Iterable[AnyMessage]) -> list[Turn]:
             reasoning = message.reasoning_content or message.reasoning or ""
             values = {"reasoning": reasoning, "calls": tuple(calls)}
         role = "system" if message.role == "developer" else message.role
-        turns.append(make_turn(role, message.content, **values))
+        content = message.content or getattr(message, "refusal", None) or ""
+        turns.append(make_turn(role, content, **values))
     return turns
 
 
@@ -169,7 +172,7 @@ def make_turn(role: Any, content: str | Iterable[Any], **values: Any) -> Turn:
     )
 
 
-class Function(Form):
+class Function(ToolHints):
     """A function of the client, offered as a tool."""
 
     name: str
@@ -179,11 +182,12 @@ class Function(Form):
 
     def to_chat_tool(self) -> dict[str, Any]:
         """Return the function as a tool in the format of chats."""
-        function = self.model_dump(include={*Function.model_fields}, exclude_none=True)
+        names = {"name", "description", "parameters", "strict"}
+        function = self.model_dump(include=names, exclude_none=True)
         return {"type": "function", "function": function}
 
 
-class ChatTool(Form):
+class ChatTool(ToolHints):
     """A tool of a chat: a function."""
 
     type: Literal["function"] = "function"
@@ -195,6 +199,20 @@ class ChatTool(Form):
         return self.function.name
 
 
+class AllowedTools(Form):
+    """A choice among some of the tools."""
+
+    mode: Literal["auto", "required"]
+    tools: list[ChatTool]
+
+
+class ChatAllowedTools(Form):
+    """The `tool_choice` of a chat for a choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 def choose_tools(tools: Iterable[dict[str, Any]], choice: Any) -> dict[str, Any]:
     """Return `tools` and `must_call` of a `Prompt`, as a dict.
 
@@ -202,24 +220,26 @@ def choose_tools(tools: Iterable[dict[str, Any]], choice: Any) -> dict[str, Any]
     ----------
     tools : iterable of dict
         The tools in the format of chats.
-    choice : {"none", "auto", "required"} or object with a `name`, optional
+    choice : {"none", "auto", "required"}, or object with a `name` or with `tools`, optional
         "none": no tool may be called; "auto" (the default): the model decides; "required": one must
-        be called; an object: the tool with its `name` must be called.
+        be called; an object: the tool with its `name` must be called, or its `mode` holds for its
+        `tools`.
 
     Raises
     ------
     HttpError
         If a tool must be called that is not in `tools`.
     """
-    name = None if isinstance(choice, str | None) else choice.name
-    must_call = choice == "required" or name is not None
-    offered = [] if choice == "none" else list(tools)
-    names = [tool["function"]["name"] for tool in offered]
-    if (must_call and not names) or name not in (None, *names):
-        text = f"tool_choice is not in tools; available: {', '.join(names) or 'none'}"
+    offered = {tool["function"]["name"]: tool for tool in tools}
+    mode = getattr(choice, "mode", choice)
+    allowed = [*offered] if mode != "none" else []
+    if not isinstance(choice, str | None):
+        allowed = [tool.name for tool in getattr(choice, "tools", (choice,))]
+    must_call = mode not in (None, "none", "auto")
+    if (must_call and not allowed) or not offered.keys() >= {*allowed}:
+        text = f"tool_choice is not in tools; available: {', '.join(offered) or 'none'}"
         raise HttpError(400, text, param="tool_choice")
-    usable = [tool for tool in offered if name in (None, tool["function"]["name"])]
-    return {"tools": usable, "must_call": must_call}
+    return {"tools": [offered[name] for name in offered if name in allowed], "must_call": must_call}
 
 
 # ── chats and completions ──
@@ -247,6 +267,8 @@ class OpenAIRequest(AnswerRequest):
     stream_options: StreamOptions = StreamOptions()
     n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] = 1
     stop: Annotated[StopText, AfterValidator(lambda text: (text,))] | StopTexts | None = None
+    stop_ids: Annotated[StopIds | None, Field(alias="stop_token_ids")] = None
+    skip_special_tokens: bool | None = None
     seed: (
         Annotated[int, Field(ge=-(2**63), lt=2**63), AfterValidator(lambda seed: seed % 2**63)]
         | None
@@ -277,14 +299,14 @@ class OpenAIRequest(AnswerRequest):
         return super().params() | drop_none(values)
 
 
-class ChatCompletionRequest(OpenAIRequest, ThinkingFields):
+class ChatCompletionRequest(OpenAIRequest, PromptFields):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[RequestMessage], Field(min_length=1)]
     logprobs: bool = False
     top_logprobs: TopLogprobs | None = None
     tools: list[ChatTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChatTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChatTool | ChatAllowedTools | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
 
@@ -297,12 +319,12 @@ class ChatCompletionRequest(OpenAIRequest, ThinkingFields):
 
     def to_prompt(self) -> Prompt:
         """Convert the chat to a prompt."""
-        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        tools = [tool.function.to_chat_tool() for tool in self.tools or ()]
         return Prompt(
             messages=read_chat(self.messages),
             parallel_tool_calls=self.parallel_tool_calls is not False,
             options=self.prompt_options(),
-            **choose_tools(tools, self.tool_choice),
+            **choose_tools(tools, getattr(self.tool_choice, "allowed_tools", self.tool_choice)),
         )
 
 
@@ -312,17 +334,21 @@ class CompletionRequest(OpenAIRequest):
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     echo: bool = False
     logprobs: TopLogprobs | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
 
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        """True if the log-probabilities of the prompt's tokens are requested."""
+        return self.echo and self.logprobs is not None
+
     def params(self) -> dict[str, Any]:
         """See `AnswerRequest`."""
-        if self.echo and self.logprobs is not None:
-            raise HttpError(
-                400,
-                "log probabilities of prompt tokens aren't supported: remove echo or logprobs",
-                param="logprobs",
-            )
+        if not self.has_prompt_logprobs and self.max_tokens == 0:
+            raise HttpError(400, "max_tokens 0 needs echo and logprobs", param="max_tokens")
+        if self.has_prompt_logprobs and self.max_tokens is None:
+            raise HttpError(400, "echo with logprobs needs max_tokens", param="max_tokens")
         return super().params() | drop_none({"logprobs": self.logprobs})
 
     def to_prompts(self) -> list[Prompt]:
@@ -330,8 +356,8 @@ class CompletionRequest(OpenAIRequest):
         value: Any = self.prompt
         is_single = isinstance(value, str) or (value and isinstance(value[0], int))
         several = [value] if is_single else value
-        if not all(several) or not 0 < len(several) <= _MOST_CHOICES:
-            text = f"1 to {_MOST_CHOICES} prompts can be given, none empty"
+        if not all(several) or not 0 < len(several) <= _MOST_PROMPTS:
+            text = f"1 to {_MOST_PROMPTS} prompts can be given, none empty"
             raise HttpError(400, text, param="prompt")
         return [
             Prompt(field="prompt", **{"text" if isinstance(prompt, str) else "tokens": prompt})
@@ -339,7 +365,7 @@ class CompletionRequest(OpenAIRequest):
         ]
 
 
-class TokenizeRequest(ThinkingFields):
+class TokenizeRequest(PromptFields):
     """``POST /tokenize``: a text, or a chat."""
 
     model: str = ""
@@ -353,7 +379,7 @@ class TokenizeRequest(ThinkingFields):
             raise HttpError(400, "either prompt or messages is needed", param="prompt")
         if self.messages is None:
             return Prompt(text=self.prompt, field="prompt")
-        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        tools = [tool.function.to_chat_tool() for tool in self.tools or ()]
         options = self.prompt_options()
         return Prompt(messages=read_chat(self.messages), tools=tools, options=options)
 

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, Discriminator, Field, Tag, field_validator
 
-from .forms import Form, ThinkingFields, drop_none
+from .forms import Form, PartHints, PromptFields, drop_none
 from .messages import Prompt, Turn
 from .requests import (
     AnswerRequest,
@@ -37,7 +37,7 @@ _ECHOED_FIELDS = (
 _STATE_FIELDS = ("previous_response_id", "conversation", "prompt")
 
 
-class InputText(Form):
+class InputText(PartHints):
     """A text part of a message."""
 
     type: Literal["input_text", "output_text"]
@@ -46,18 +46,18 @@ class InputText(Form):
     logprobs: list[Any] | None = None
 
 
-class InputImage(Form):
+class InputImage(PartHints):
     """An image part of a message."""
 
     type: Literal["input_image"]
     url: Annotated[str, Field(alias="image_url")]
-    detail: Literal["auto", "low", "high"] | None = None
+    detail: str | None = None  # ignored
 
 
 Part = Annotated[InputText | RefusalPart | InputImage, Field(discriminator="type")]
 
 
-class InputItem(Form):
+class InputItem(PartHints):
     """The common fields of the items of a conversation."""
 
     id: str | None = None
@@ -88,6 +88,7 @@ class FunctionCallOutput(InputItem):
     type: Literal["function_call_output"]
     call_id: str
     output: str | list[Part]
+    name: str | None = None
 
 
 class ReasoningText(Form):
@@ -103,7 +104,7 @@ class InputReasoning(InputItem):
     type: Literal["reasoning"]
     summary: list[ReasoningText] | None = None
     content: list[ReasoningText] | None = None
-    encrypted_content: None = None
+    encrypted_content: str | None = None  # ignored
 
     @property
     def texts(self) -> Sequence[ReasoningText]:
@@ -132,6 +133,14 @@ class FunctionTool(Function):
     type: Literal["function"]
 
 
+class ResponseAllowedTools(Form):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[FunctionTool]
+
+
 class TextFormat(Form):
     """The format "any text", or "any JSON object"."""
 
@@ -155,7 +164,7 @@ class TextConfig(Form):
     verbosity: Literal["low", "medium", "high"] | None = None  # ignored
 
 
-class ResponsesRequest(AnswerRequest, ThinkingFields):
+class ResponsesRequest(AnswerRequest, PromptFields):
     """``POST /v1/responses``."""
 
     input: str | Annotated[list[Item], Field(min_length=1)]
@@ -165,11 +174,11 @@ class ResponsesRequest(AnswerRequest, ThinkingFields):
     top_logprobs: TopLogprobs | None = None
     text: TextConfig | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionTool | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"] | FunctionTool | ResponseAllowedTools | None
+    ) = None
     parallel_tool_calls: bool | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
-        None
-    )
+    include: list[str] | None = None  # what isn't there can't be included
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     previous_response_id: None = None

@@ -18,8 +18,8 @@ from .call_templates import tokenizer
 QUESTION = ChatMessage(role="user", content="how is <|im_end|> it?")
 OFF, ON = PromptOptions(is_thinking=False), PromptOptions(is_thinking=True)
 _CHAT = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\nTHOUGHT{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\nBEGIN{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\nTHOUGHT{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\nBEGIN{% endif %}"
 )
 _REASONS = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
 
@@ -127,7 +127,7 @@ def test_variables_reach_the_template_but_not_its_own() -> None:
 def test_variables_are_found_in_any_template() -> None:
     text = (
         "{% generation %}{% macro f(a) %}{{ inner }}{{ a }}{% endmacro %}{% endgeneration %}"
-        "{%- for m in messages %}{% if loop.last and m.thinking %}{% break %}{% endif %}{% endfor %}"
+        "{%- for m in messages %}{% if m.thinking %}{% break %}{% endif %}{% endfor %}"
     )
     assert template_variables(text) == {"inner"}
     assert template_variables("{% if %}") == frozenset()

@@ -142,7 +142,7 @@ def tool_schemas(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
     for function in map(tool_function, tools):
         name = function["name"]
         if not TOOL_NAME.fullmatch(name):
-            hint = "use at most 128 letters, digits, _, - and ., starting with a letter or _"
+            hint = "use at most 128 letters, digits, _, - and ., not starting with ."
             raise UsageError(f"{name[:80]!r} is not a valid tool name", hint=hint)
         schemas[name] = function.get("parameters") or {}
     return schemas

@@ -25,7 +25,7 @@ Tool = Mapping[str, Any]
 """A function as JSON schema: name, description, parameters; plain, or under OpenAI's "function"."""
 _MAX_CHARACTERS = 1 << 16
 _SHOWN = 80
-TOOL_NAME = re.compile(r"[A-Za-z_][\w.-]{0,127}", re.ASCII)
+TOOL_NAME = re.compile(r"[\w-][\w.-]{0,127}", re.ASCII)
 _FENCED = re.compile(r"\s*```[a-z]*\n(?P<code>.*?)\n?```\s*", re.DOTALL)
 
 
