@@ -92,29 +92,42 @@ def refusals(theirs: Any, ours: Any, path: str = "") -> Iterator[tuple[str, str]
     own_members = list(members(ours))
     if any(member is Any or get_origin(member) is dict for member in own_members):
         return
-    forms = [m for m in own_members if isinstance(m, type) and issubclass(m, BaseModel)]
-    own_values = literals(ours)
     if {*own_members} == {types.NoneType}:
         yield path, ""
         return
+    forms = [m for m in own_members if isinstance(m, type) and issubclass(m, BaseModel)]
     for member in members(theirs):
         if typing_extensions.is_typeddict(member):
-            fitting = [form for form in forms if matches(member, form)]
-            if not fitting:
-                yield path, name_of(member)
-            for name, hint in fields_of(member).items() if fitting else ():
-                annotations = [fields_of(f)[name] for f in fitting if name in fields_of(f)]
-                inner = f"{path}.{name}".lstrip(".")
-                if not annotations:
-                    yield inner, ""
-                    continue
-                yield from refusals(hint, Union[tuple(annotations)], inner)  # noqa: UP007
-        elif get_origin(member) is Literal and own_values and str not in own_members:
-            yield from ((path, str(value)) for value in get_args(member) if value not in own_values)
-        elif member in (str, int) and own_values and member not in own_members:
+            yield from refused_fields(member, forms, path)
+    yield from refused_values(theirs, ours, path)
+
+
+def refused_fields(kind: Any, forms: list[type[BaseModel]], path: str) -> Iterator[tuple[str, str]]:
+    """Each field that no form for an object of the client takes; its type if there is no form."""
+    fitting = [form for form in forms if matches(kind, form)]
+    if not fitting:
+        yield path, name_of(kind)
+        return
+    for name, hint in fields_of(kind).items():
+        inner = f"{path}.{name}".lstrip(".")
+        annotations = [fields_of(form)[name] for form in fitting if name in fields_of(form)]
+        if annotations:
+            yield from refusals(hint, Union[tuple(annotations)], inner)  # noqa: UP007
+        else:
+            yield inner, ""
+
+
+def refused_values(theirs: Any, ours: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Each value of the client that is none of the literals that a form takes."""
+    their_members, own_members, own_values = list(members(theirs)), {*members(ours)}, literals(ours)
+    if bool in their_members and bool not in own_members:
+        yield from (
+            (path, str(value).lower()) for value in (True, False) if value not in own_values
+        )
+    if own_values and not own_members & {str, int}:
+        yield from ((path, str(value)) for value in literals(theirs) - own_values)
+        if {*their_members} & {str, int}:
             yield path, f"other than {', '.join(map(repr, own_values))}"
-    if bool in members(theirs) and bool not in own_members:
-        yield from ((path, str(v).lower()) for v in (True, False) if v not in own_values)
 
 
 def all_refusals() -> dict[tuple[str, str], list[str]]:

@@ -263,11 +263,8 @@ class CompletionAnswer(OpenAIAnswer):
         self, model: str, prefixes: Sequence[str], n: int, *, is_scored: bool, **options: bool
     ) -> None:
         head = {"id": make_id("cmpl-"), "object": "text_completion", "created": int(time.time())}
-        choices = [
-            CompletionChoice(prefix, has_logprobs=is_scored)
-            for prefix in prefixes
-            for _ in range(n)
-        ]
+        each = [prefix for prefix in prefixes for _ in range(n)]
+        choices = [CompletionChoice(prefix, has_logprobs=is_scored) for prefix in each]
         super().__init__({**head, "model": model}, choices, **options)
         self._n = n
 

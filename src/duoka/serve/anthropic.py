@@ -229,7 +229,7 @@ class CountTokensRequest(PromptFields, Hints):
         )
 
     def prompt_options(self) -> PromptOptions:
-        """See `PromptFields`; effort is no switch, and a last message of the assistant continues."""
+        """See `PromptFields`; effort is no switch, and a last assistant message is continued."""
         options = super().prompt_options()
         return replace(
             options,

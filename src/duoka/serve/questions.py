@@ -92,16 +92,13 @@ class QuestionReader:
             added = self.reader.tokenizer.added_tokens_decoder.items()
             kept_ids = [number for number, token in added if token.special]
             question = replace(question, kept_ids=kept_ids)
-        fixed: dict[str, Any] = {
-            "grammar": question.params.grammar,
-            "reasoning": question.params.reasoning,
-        }
         if prompt.is_scored:
-            fixed["forced_ids"] = tuple(prompt.tokens or ())[1:]
+            params_given["forced_ids"] = tuple(question.tokens[1:])
             question = replace(question, tokens=question.tokens[:1])
             for name in {"max_new_tokens", "min_new_tokens"} & params_given.keys():
-                params_given[name] += len(fixed["forced_ids"])
-        params = SamplingParams.recommended(self.generation_config, **params_given, **fixed)
+                params_given[name] += len(params_given["forced_ids"])
+        limits = {name: getattr(question.params, name) for name in ("grammar", "reasoning")}
+        params = SamplingParams.recommended(self.generation_config, **params_given, **limits)
         return replace(question, params=params)
 
     def _read_grammar(self, prompt: Prompt, values: Mapping[str, Any]) -> Grammar | None:
