@@ -22,6 +22,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 from pydantic import BaseModel
 
 from duoka.serve.anthropic import CountTokensRequest, MessagesRequest
+from duoka.serve.forms import HINTS
 from duoka.serve.requests import ChatCompletionRequest, CompletionRequest
 from duoka.serve.responses import ResponsesRequest
 
@@ -111,6 +112,8 @@ def refused_fields(kind: Any, forms: list[type[BaseModel]], path: str) -> Iterat
     for name, hint in fields_of(kind).items():
         inner = f"{path}.{name}".lstrip(".")
         annotations = [fields_of(form)[name] for form in fitting if name in fields_of(form)]
+        if name in HINTS:
+            continue
         if annotations:
             yield from refusals(hint, Union[tuple(annotations)], inner)  # noqa: UP007
         else:

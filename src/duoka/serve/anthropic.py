@@ -17,7 +17,7 @@ from pydantic import Field
 from duoka.base.prompt_options import PromptOptions
 
 from .errors import HttpError
-from .forms import Effort, Form, Hints, PartHints, PromptFields, drop_none
+from .forms import Effort, Form, PromptFields, drop_none
 from .message_answer import MessageAnswer
 from .messages import Prompt, Turn
 from .requests import AnswerRequest, Count, Function, StopTexts, choose_tools, make_turn
@@ -25,12 +25,11 @@ from .service import Service
 from .streams import respond
 
 
-class TextBlock(PartHints):
+class TextBlock(Form):
     """A text block of a message."""
 
     type: Literal["text"]
     text: str
-    citations: list[Any] | None = None  # ignored
 
 
 class ImageBase64(Form):
@@ -48,7 +47,7 @@ class ImageUrl(Form):
     url: str
 
 
-class ImageBlock(PartHints):
+class ImageBlock(Form):
     """An image block of a message."""
 
     type: Literal["image"]
@@ -63,22 +62,21 @@ class ImageBlock(PartHints):
 
 
 class DocumentSource(Form):
-    """The text of a document, or its parts; files aren't read."""
+    """The text of a document, or its text blocks; files aren't read."""
 
     type: Literal["text", "content"]
     media_type: Literal["text/plain"] | None = None
     data: str = ""
-    content: str | list[TextBlock | ImageBlock] = ""
+    content: str | list[TextBlock] = ""
 
 
-class DocumentBlock(PartHints):
+class DocumentBlock(Form):
     """A document in a message: a text with a title and its context."""
 
     type: Literal["document"]
     source: DocumentSource
     title: str | None = None
     context: str | None = None
-    citations: dict[str, Any] | None = None  # ignored
 
     @property
     def text(self) -> str:
@@ -86,31 +84,19 @@ class DocumentBlock(PartHints):
         body = self.source.data or make_turn("user", self.source.content).content
         return "\n\n".join(filter(None, (self.title, self.context, body))) + "\n\n"
 
-    @property
-    def images(self) -> list[ImageBlock]:
-        """The images of the document."""
-        return [part for part in self.source.content if isinstance(part, ImageBlock)]
-
-
-class RedactedThinkingBlock(Form):
-    """Reasoning that only Anthropic's servers can read; it is left out."""
-
-    type: Literal["redacted_thinking"]
-    data: str
-
 
 class ThinkingBlock(Form):
-    """The reasoning before an answer, as the server has sent it."""
+    """The reasoning before an answer; empty if only Anthropic's servers can read it."""
 
-    type: Literal["thinking"]
-    thinking: str
+    type: Literal["thinking", "redacted_thinking"]
+    thinking: str = ""
     signature: str = ""
 
 
 ResultPart = TextBlock | ImageBlock | DocumentBlock
 
 
-class ToolUseBlock(PartHints):
+class ToolUseBlock(Form):
     """A tool call of the assistant."""
 
     type: Literal["tool_use"]
@@ -119,7 +105,7 @@ class ToolUseBlock(PartHints):
     input: dict[str, Any]
 
 
-class ToolResultBlock(PartHints):
+class ToolResultBlock(Form):
     """The result of a tool call."""
 
     type: Literal["tool_result"]
@@ -140,20 +126,14 @@ class ToolResultBlock(PartHints):
 
 
 Block = Annotated[
-    TextBlock
-    | ImageBlock
-    | DocumentBlock
-    | ThinkingBlock
-    | RedactedThinkingBlock
-    | ToolUseBlock
-    | ToolResultBlock,
+    TextBlock | ImageBlock | DocumentBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
     Field(discriminator="type"),
 ]
 
 
 _ALLOWED_BLOCKS: dict[str, Any] = {
     "user": (TextBlock, ImageBlock, DocumentBlock, ToolResultBlock),
-    "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
+    "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
     "system": (TextBlock, ImageBlock),
 }
 
@@ -202,7 +182,7 @@ class OutputConfig(Form):
     format: AnthropicSchemaFormat | None = None
 
 
-class CountTokensRequest(PromptFields, Hints):
+class CountTokensRequest(PromptFields):
     """``POST /v1/messages/count_tokens``."""
 
     model: str

@@ -1,6 +1,6 @@
 """The base of all objects in requests, and the fields that all APIs take alike.
 
-Absent, null and empty fields are the same. `Hints` is the table of fields without an effect.
+Absent, null and empty fields are the same. `HINTS` is the table of fields without an effect.
 """
 
 from __future__ import annotations
@@ -16,6 +16,18 @@ from duoka.base.prompt_options import PromptOptions
 from .errors import HttpError
 
 _EMPTY: tuple[Any, ...] = ("", [], {})
+# Fields that every object of every API may have, without an effect unless the object defines them:
+# every prefix is cached, only the model calls tools, and all tools are described in each prompt;
+# templates have no place for names; reasoning is always returned; no conversation is stored.
+HINTS = frozenset({
+    *("allowed_callers", "cache_control", "caller", "citations", "context", "context_management"),
+    *("data", "defer_loading", "detail", "display", "eager_input_streaming", "encrypted_content"),
+    *("generate_summary", "include", "include_obfuscation", "inference_geo", "input_examples"),
+    *("max_tool_calls", "metadata", "mode", "name", "output_schema", "prediction"),
+    *("prompt_cache_breakpoint", "prompt_cache_key", "prompt_cache_options"),
+    *("prompt_cache_retention", "safety_identifier", "service_tier", "speed", "summary"),
+    *("thread", "user", "user_profile_id", "verbosity"),
+})  # fmt: skip
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Tokens = Annotated[int, Field(ge=0, lt=2**31)]
 # The fields for one choice, under the names of different clients and servers.
@@ -36,83 +48,32 @@ def drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Form(BaseModel):
-    """Base of objects in a request: refuses unknown fields, unless they are null or empty."""
+    """Base of objects in a request: refuses unknown fields, unless null, empty or a hint."""
 
     model_config = ConfigDict(extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
     def _drop_empty(cls, values: Any) -> Any:
-        """Drop null fields, and empty fields that aren't required."""
+        """Drop null fields, hints, and empty fields that aren't required."""
         if not isinstance(values, Mapping):
             return values
         forms = cls.model_fields.items()
-        required = {form.alias or name for name, form in forms if form.is_required()}
+        fields = {form.alias or name: form.is_required() for name, form in forms}
         return {
             name: value
             for name, value in values.items()
-            if value is not None and (name in required or value not in _EMPTY)
+            if value is not None
+            and (name in fields or name not in HINTS)
+            and (fields.get(name) or value not in _EMPTY)
         }
 
 
-# ── fields without an effect ──
-
-
-class PartHints(Form):
-    """The fields of messages, their parts and tools that have no effect."""
-
-    cache_control: dict[str, Any] | None = None  # every prefix is cached
-    prompt_cache_breakpoint: Any = None
-    caller: Any = None  # only the model calls tools
-
-
-class MessageHints(PartHints):
-    """The fields of messages that have no effect: templates have no place for names."""
-
-    name: str | None = None
-
-
-class ToolHints(PartHints):
-    """The fields of tools that have no effect: every tool is described in each prompt."""
-
-    allowed_callers: list[str] | None = None
-    defer_loading: bool | None = None
-    eager_input_streaming: bool | None = None
-    input_examples: list[Any] | None = None
-    output_schema: dict[str, Any] | None = None
-
-
-class Hints(Form):
-    """The fields of requests that have no effect, which every API accepts."""
-
-    cache_control: dict[str, Any] | None = None
-    context_management: Any = None  # conversations are neither stored nor shortened
-    inference_geo: str | None = None
-    max_tool_calls: int | None = None  # of the server's tools, of which there are none
-    metadata: dict[str, Any] | None = None
-    prediction: dict[str, Any] | None = None  # would only speed up generation
-    prompt_cache_key: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
-    speed: str | None = None
-    store: Literal[False] | None = None
-    thread: Any = None
-    user: str | None = None
-    user_profile_id: str | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
-
-
-# ── thinking ──
-
-
 class ThinkingConfig(Form):
-    """Anthropic's `thinking`; `display` has no effect, as reasoning is always returned."""
+    """Anthropic's `thinking`."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"] | None = None
     budget_tokens: Tokens | None = None
-    display: Literal["summarized", "omitted"] | None = None
 
     @property
     def is_on(self) -> bool | None:
@@ -121,19 +82,12 @@ class ThinkingConfig(Form):
 
 
 class ReasoningConfig(Form):
-    """The `reasoning` of OpenAI's responses, with the switch and the limit of OpenRouter.
-
-    The fields from `context` on have no effect.
-    """
+    """The `reasoning` of OpenAI's responses, with the switch and the limit of OpenRouter."""
 
     effort: Effort | None = None
     enabled: bool | None = None
     max_tokens: Tokens | None = None
     exclude: Literal[False] | None = None
-    context: str | None = None
-    generate_summary: str | None = None
-    mode: str | None = None
-    summary: str | None = None
 
 
 class TemplateVariables(Form):

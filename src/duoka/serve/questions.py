@@ -164,8 +164,7 @@ class QuestionReader:
         elif grammar is not None:
             tokens.extend(chat.content_start(tokens))
         else:
-            is_open = answers.begins_within_reasoning(tokens)
-            budget = chat.reasoning.budget(options, is_open=is_open)
+            budget = chat.reasoning.budget(options, tokens)
 
         def open_reader() -> AnswerReader:
             reader = answers.reader(tools, tokens, forced=forced, is_parallel=is_parallel)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 
 from .errors import HttpError
-from .forms import Form, Hints, MessageHints, PartHints, PromptFields, ToolHints, drop_none
+from .forms import Form, PromptFields, drop_none
 from .messages import Prompt, Turn
 
 _MOST_CHOICES, _MOST_PROMPTS = 16, 2048
@@ -35,13 +35,14 @@ Count = Annotated[int, Field(ge=1)]
 TopLogprobs = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
 
 
-class AnswerRequest(Hints):
+class AnswerRequest(Form):
     """The common fields of requests for generations."""
 
     model: str = ""
     stream: bool = False
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Share | None = None
+    store: Literal[False] | None = None
 
     def params(self) -> dict[str, Any]:
         """Return the parameters of the request, under the names of `SamplingParams`."""
@@ -55,14 +56,14 @@ class AnswerRequest(Hints):
 # model and the conversation (images, memory, ids of tool calls).
 
 
-class TextPart(PartHints):
+class TextPart(Form):
     """A text part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class RefusalPart(PartHints):
+class RefusalPart(Form):
     """A refusal of the assistant."""
 
     type: Literal["refusal"]
@@ -73,10 +74,9 @@ class ImageAddress(Form):
     """The URL of an image: a data URL or an http(s) URL."""
 
     url: str
-    detail: str | None = None  # ignored
 
 
-class ImagePart(PartHints):
+class ImagePart(Form):
     """An image part of a message."""
 
     type: Literal["image_url"]
@@ -105,21 +105,21 @@ class AnsweredCall(Form):
     index: int | None = None
 
 
-class SystemMessage(MessageHints):
+class SystemMessage(Form):
     """A system message."""
 
     role: Literal["system", "developer"]
     content: str | list[TextPart]
 
 
-class UserMessage(MessageHints):
+class UserMessage(Form):
     """A user message."""
 
     role: Literal["user"]
     content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
 
 
-class AssistantMessage(MessageHints):
+class AssistantMessage(Form):
     """An earlier answer of the model."""
 
     role: Literal["assistant"]
@@ -130,7 +130,7 @@ class AssistantMessage(MessageHints):
     tool_calls: list[AnsweredCall] | None = None
 
 
-class ToolMessage(MessageHints):
+class ToolMessage(Form):
     """The result of a tool call."""
 
     role: Literal["tool"]
@@ -172,7 +172,7 @@ def make_turn(role: Any, content: str | Iterable[Any], **values: Any) -> Turn:
     )
 
 
-class Function(ToolHints):
+class Function(Form):
     """A function of the client, offered as a tool."""
 
     name: str
@@ -182,12 +182,11 @@ class Function(ToolHints):
 
     def to_chat_tool(self) -> dict[str, Any]:
         """Return the function as a tool in the format of chats."""
-        names = {"name", "description", "parameters", "strict"}
-        function = self.model_dump(include=names, exclude_none=True)
+        function = self.model_dump(include={*Function.model_fields}, exclude_none=True)
         return {"type": "function", "function": function}
 
 
-class ChatTool(ToolHints):
+class ChatTool(Form):
     """A tool of a chat: a function."""
 
     type: Literal["function"] = "function"
@@ -246,10 +245,9 @@ def choose_tools(tools: Iterable[dict[str, Any]], choice: Any) -> dict[str, Any]
 
 
 class StreamOptions(Form):
-    """The options of a stream; `include_obfuscation` has no effect."""
+    """The options of a stream."""
 
     include_usage: bool = False
-    include_obfuscation: bool = False
 
 
 class ResponseFormat(Form):
@@ -319,7 +317,7 @@ class ChatCompletionRequest(OpenAIRequest, PromptFields):
 
     def to_prompt(self) -> Prompt:
         """Convert the chat to a prompt."""
-        tools = [tool.function.to_chat_tool() for tool in self.tools or ()]
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
         return Prompt(
             messages=read_chat(self.messages),
             parallel_tool_calls=self.parallel_tool_calls is not False,
@@ -379,7 +377,7 @@ class TokenizeRequest(PromptFields):
             raise HttpError(400, "either prompt or messages is needed", param="prompt")
         if self.messages is None:
             return Prompt(text=self.prompt, field="prompt")
-        tools = [tool.function.to_chat_tool() for tool in self.tools or ()]
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
         options = self.prompt_options()
         return Prompt(messages=read_chat(self.messages), tools=tools, options=options)
 

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, Discriminator, Field, Tag, field_validator
 
-from .forms import Form, PartHints, PromptFields, drop_none
+from .forms import Form, PromptFields, drop_none
 from .messages import Prompt, Turn
 from .requests import (
     AnswerRequest,
@@ -37,7 +37,7 @@ _ECHOED_FIELDS = (
 _STATE_FIELDS = ("previous_response_id", "conversation", "prompt")
 
 
-class InputText(PartHints):
+class InputText(Form):
     """A text part of a message."""
 
     type: Literal["input_text", "output_text"]
@@ -46,18 +46,17 @@ class InputText(PartHints):
     logprobs: list[Any] | None = None
 
 
-class InputImage(PartHints):
+class InputImage(Form):
     """An image part of a message."""
 
     type: Literal["input_image"]
     url: Annotated[str, Field(alias="image_url")]
-    detail: str | None = None  # ignored
 
 
 Part = Annotated[InputText | RefusalPart | InputImage, Field(discriminator="type")]
 
 
-class InputItem(PartHints):
+class InputItem(Form):
     """The common fields of the items of a conversation."""
 
     id: str | None = None
@@ -88,7 +87,6 @@ class FunctionCallOutput(InputItem):
     type: Literal["function_call_output"]
     call_id: str
     output: str | list[Part]
-    name: str | None = None
 
 
 class ReasoningText(Form):
@@ -104,7 +102,6 @@ class InputReasoning(InputItem):
     type: Literal["reasoning"]
     summary: list[ReasoningText] | None = None
     content: list[ReasoningText] | None = None
-    encrypted_content: str | None = None  # ignored
 
     @property
     def texts(self) -> Sequence[ReasoningText]:
@@ -161,7 +158,6 @@ class TextConfig(Form):
     """The format of the answer's text."""
 
     format: Annotated[TextFormat | ResponseSchemaFormat, Field(discriminator="type")] | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None  # ignored
 
 
 class ResponsesRequest(AnswerRequest, PromptFields):
@@ -178,7 +174,11 @@ class ResponsesRequest(AnswerRequest, PromptFields):
         Literal["none", "auto", "required"] | FunctionTool | ResponseAllowedTools | None
     ) = None
     parallel_tool_calls: bool | None = None
-    include: list[str] | None = None  # what isn't there can't be included
+    include: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     previous_response_id: None = None

@@ -109,7 +109,7 @@ def test_what_can_be_neither_switched_off_nor_limited_is_refused() -> None:
     plain = format_of(template(""), has_tags=False)  # it doesn't reason
     for options in (OFF, ON, PromptOptions(budget_tokens=5)):
         assert end_of(plain, options) == ""
-        assert plain.reasoning.budget(options, is_open=False) is None
+        assert plain.reasoning.budget(options, []) is None
 
 
 def test_variables_reach_the_template_but_not_its_own() -> None:
@@ -135,10 +135,13 @@ def test_variables_are_found_in_any_template() -> None:
 
 def test_a_budget_says_how_reasoning_ends() -> None:
     chat = format_of(SWITCHED)
-    budget: Any = chat.reasoning.budget(PromptOptions(budget_tokens=3), is_open=True)
+    limit = PromptOptions(budget_tokens=3)
+    budget: Any = chat.reasoning.budget(limit, chat.tokenizer.encode("a <think>\n"))
     assert (budget.tokens, budget.is_open, [*budget.tags]) == (3, True, ["<think>", "</think>"])
     assert chat.tokenizer.decode(list(budget.closing_ids)) == "</think>\n\n"
-    assert chat.reasoning.budget(PromptOptions(), is_open=True) is None
+    closed: Any = chat.reasoning.budget(limit, chat.prompt([QUESTION], None, OFF))
+    assert not closed.is_open
+    assert chat.reasoning.budget(PromptOptions(), []) is None
 
 
 @pytest.mark.parametrize("content", ["It is ", "It is <|im_end|>", "fine"])
@@ -160,5 +163,5 @@ def test_a_template_that_changes_the_last_content_is_not_continued() -> None:
     ids = chat.prompt([question, last], None, PromptOptions(continues=True))
     assert str(chat.tokenizer.decode(ids)).endswith("assistant\ny")
     dropped = format_of("{% for m in messages[:-1] %}{{ m.content }}{% endfor %}")
-    with pytest.raises(UsageError, match="can't be continued"):
+    with pytest.raises(UsageError, match="rejects the messages: "):
         dropped.prompt([question, last], None, PromptOptions(continues=True))

@@ -309,6 +309,7 @@ def _render(
             tools=[dict(tool) for tool in tools] if tools else None,
             chat_template=template,
             add_generation_prompt=rendering.is_prompt and not rendering.continues,
+            continue_final_message=rendering.continues,
             tokenize=False,
             **rendering.variables,
         )
@@ -328,21 +329,7 @@ def _render(
     # Some templates write no calls, or only the first one.
     if any(name not in texts[1] for name in marks.names):
         raise UsageError("the model's chat template drops tool calls")
-    return _end_texts(texts, marks.contents[-1], rendering)
-
-
-def _end_texts(texts: list[str], last_mark: str, rendering: Rendering) -> list[str]:
-    """Append the end of the prompt to both texts, or cut them off after the last content."""
-    if not rendering.continues:
-        end = rendering.end(texts[1])
-        return [f"{text}{end}" for text in texts]
-    _, mark, rest = texts[1].rpartition(last_mark)
-    if not mark or not texts[0].endswith(rest):
-        raise UsageError(
-            "the model's chat template renders the last message in a way that can't be continued",
-            hint="end the chat with a message of the user",
-        )
-    return [text.removesuffix(rest) for text in texts]
+    return [text + rendering.end(texts[1]) for text in texts]
 
 
 def _conversation(messages: Messages, *, in_parts: bool = False) -> list[dict[str, Any]]:

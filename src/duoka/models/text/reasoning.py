@@ -91,10 +91,11 @@ class ReasoningSwitch:
                 "for that, and the tags around it are unknown",
                 hint="let the model decide, and limit all new tokens",
             )
+        closes = is_on is False and not options.continues
         return Rendering(
             continues=options.continues,
             variables={**options.variables, **switches},
-            end=partial(self._close, adds_block=not switches) if is_on is False else lambda _: "",
+            end=partial(self._close, adds_block=not switches) if closes else lambda _: "",
         )
 
     def end_ids(self, prompt: Sequence[int]) -> tuple[int, ...]:
@@ -102,11 +103,12 @@ class ReasoningSwitch:
         text = self.tokenizer.decode(list(prompt[-NUM_LAST:]), skip_special_tokens=False)
         return trusted_ids(self.tokenizer, self._close(str(text), adds_block=False))
 
-    def budget(self, options: PromptOptions, *, is_open: bool) -> ReasoningBudget | None:
-        """Return the limit of the reasoning of an answer; None without one."""
+    def budget(self, options: PromptOptions, prompt: Sequence[int]) -> ReasoningBudget | None:
+        """Return the limit of the reasoning in the answer to a prompt; None without one."""
         if not options.budget_tokens or self.tags is None:
             return None
         closing_ids = trusted_ids(self.tokenizer, self.tags.end + self._spaces[2])
+        is_open = bool(self.end_ids(prompt))
         return ReasoningBudget(options.budget_tokens, self.tags, closing_ids, is_open)
 
     def _close(self, text: str, *, adds_block: bool) -> str:
