@@ -210,8 +210,7 @@ def test_an_answer_can_be_sent_back() -> None:
         ({"stop_sequences": ["a"] * 17}, "stop_sequences: "),
         ({"stop_sequences": [""]}, "stop_sequences.0: "),
         ({"extra_body": {"temperature": 1.5}}, "temperature: "),
-        ({"extra_body": {"mcp_servers": []}}, "mcp_servers is not supported"),
-        ({"service_tier": "priority"}, "service_tier: "),
+        ({"extra_body": {"mcp_servers": [{}]}}, "mcp_servers is not supported"),
     ],
     ids=str,
 )  # fmt: skip

@@ -25,7 +25,6 @@ BODIES: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": "hi"},
     MESSAGES: {"model": "", "max_tokens": 9, "messages": HI},
     COUNT: {"model": "", "messages": HI},
-    "/tokenize": {"messages": HI},
 }
 OFF: list[dict[str, Any]] = [
     {"chat_template_kwargs": {"enable_thinking": False}},

@@ -247,7 +247,7 @@ class Engine:
             tokens.extend(self._reader.chat.content_start(tokens))
         if not tokens:
             raise UsageError("the prompt is empty")
-        refuse_beyond(tokens, self._num_embeddings)
+        refuse_beyond([*tokens, *params.forced_ids], self._num_embeddings)
         max_rest = max(1, self._scheduler.most_tokens - len(tokens))
         token_limit = params.max_new_tokens or min(self._max_new_tokens, max_rest)
         refuse_long(len(tokens), self._scheduler.most_tokens, new_tokens=token_limit)

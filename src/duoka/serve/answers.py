@@ -207,14 +207,14 @@ class CompletionChoice:
     which has no log-probability.
     """
 
-    def __init__(self, prefix: str, *, has_logprobs: bool) -> None:
+    def __init__(self, prefix: str, has_logprobs: bool) -> None:
         self.texts = [prefix]
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         self.logprobs: dict[str, list[Any]] = {name: [] for name in names}
         self.finish = "stop"
         # The number of characters so far, and a decoder that holds back an incomplete character.
         self._offset = len(prefix)
-        if has_logprobs:
+        if has_logprobs and prefix:
             for name, value in zip(names, (prefix, None, None, 0), strict=True):
                 self.logprobs[name].append(value)
         self._decoder = getincrementaldecoder("utf-8")("replace")
@@ -250,21 +250,18 @@ class CompletionAnswer(OpenAIAnswer):
     Parameters
     ----------
     prefixes : sequence of str
-        For each prompt, the text to echo before its completions; empty for none.
-    is_scored : bool
-        True if the prefixes are the first tokens of prompts whose others have log-probabilities.
+        For each prompt, the text to echo before its completions; empty for none. With
+        log-probabilities, the text of the prompt's first token.
     n : int
         The number of completions of each prompt.
     options
         See `OpenAIAnswer`.
     """
 
-    def __init__(
-        self, model: str, prefixes: Sequence[str], n: int, *, is_scored: bool, **options: bool
-    ) -> None:
+    def __init__(self, model: str, prefixes: Sequence[str], n: int, **options: bool) -> None:
         head = {"id": make_id("cmpl-"), "object": "text_completion", "created": int(time.time())}
-        each = [prefix for prefix in prefixes for _ in range(n)]
-        choices = [CompletionChoice(prefix, has_logprobs=is_scored) for prefix in each]
+        prefixes = [prefix for prefix in prefixes for _ in range(n)]
+        choices = [CompletionChoice(prefix, options["has_logprobs"]) for prefix in prefixes]
         super().__init__({**head, "model": model}, choices, **options)
         self._n = n
 

@@ -131,7 +131,6 @@ def _add_openai(app: FastAPI, service: Service) -> None:
         elif request.echo:
             prefixes = [p.text or (await service.count(p, "detokenize")).text for p in prompts]
         options = {"has_logprobs": has_logprobs, "has_usage": request.stream_options.include_usage}
-        options["is_scored"] = request.has_prompt_logprobs
         answer = CompletionAnswer(service.model, prefixes, request.n, **options)
         return await respond(service, request, prompts, answer, http)
 

@@ -20,13 +20,13 @@ _EMPTY: tuple[Any, ...] = ("", [], {})
 # every prefix is cached, only the model calls tools, and all tools are described in each prompt;
 # templates have no place for names; reasoning is always returned; no conversation is stored.
 HINTS = frozenset({
-    *("allowed_callers", "cache_control", "caller", "citations", "context", "context_management"),
-    *("data", "defer_loading", "detail", "display", "eager_input_streaming", "encrypted_content"),
-    *("generate_summary", "include", "include_obfuscation", "inference_geo", "input_examples"),
-    *("max_tool_calls", "metadata", "mode", "name", "output_schema", "prediction"),
-    *("prompt_cache_breakpoint", "prompt_cache_key", "prompt_cache_options"),
-    *("prompt_cache_retention", "safety_identifier", "service_tier", "speed", "summary"),
-    *("thread", "user", "user_profile_id", "verbosity"),
+    *("allowed_callers", "annotations", "cache_control", "caller", "citations", "context"),
+    *("context_management", "data", "defer_loading", "detail", "display", "eager_input_streaming"),
+    *("encrypted_content", "generate_summary", "include", "include_obfuscation", "inference_geo"),
+    *("input_examples", "max_tool_calls", "metadata", "mode", "name", "output_schema", "parsed"),
+    *("prediction", "prompt_cache_breakpoint", "prompt_cache_key", "prompt_cache_options"),
+    *("prompt_cache_retention", "reasoning_details", "safety_identifier", "service_tier", "speed"),
+    *("summary", "thread", "user", "user_profile_id", "verbosity"),
 })  # fmt: skip
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Tokens = Annotated[int, Field(ge=0, lt=2**31)]

@@ -93,7 +93,8 @@ def test_where_the_content_of_an_answer_starts(name: str, request: pytest.Fixtur
     messages = [user("你好"), ChatMessage(role="assistant", content='{"a": 1}')]
     content = chat.tokenizer.encode('{"a": 1}', add_special_tokens=False)
     ids = chat.sample(messages, None, "user").ids
-    assert ids[:-1] == [*chat.prompt(messages[:1]), *chat.content_start, *content]
+    prompt = chat.prompt(messages[:1])
+    assert ids[:-1] == [*prompt, *chat.content_start(prompt), *content]
 
 
 def pieces(chat: Any, ids: list[int]) -> list[str]:

@@ -157,11 +157,10 @@ def test_an_answer_that_has_begun_is_continued(content: str) -> None:
 
 
 def test_a_template_that_changes_the_last_content_is_not_continued() -> None:
-    chat = format_of(template("").replace("m.content", "m.content | replace('x', 'y')"))
+    changed = format_of(template("").replace("m.content", "m.content | replace('x', 'y')"))
     last = ChatMessage(role="assistant", content="x")
     question = ChatMessage(role="user", content="how is it?")
-    ids = chat.prompt([question, last], None, PromptOptions(continues=True))
-    assert str(chat.tokenizer.decode(ids)).endswith("assistant\ny")
     dropped = format_of("{% for m in messages[:-1] %}{{ m.content }}{% endfor %}")
-    with pytest.raises(UsageError, match="rejects the messages: "):
-        dropped.prompt([question, last], None, PromptOptions(continues=True))
+    for chat in (changed, dropped):
+        with pytest.raises(UsageError, match="rejects the messages: "):
+            chat.prompt([question, last], None, PromptOptions(continues=True))
