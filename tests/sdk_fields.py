@@ -27,13 +27,23 @@ from duoka.serve.requests import ChatCompletionRequest, CompletionRequest
 from duoka.serve.responses import ResponsesRequest
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-APIS: dict[str, tuple[Any, type[BaseModel]]] = {
-    "chat": (chat_create_params.CompletionCreateParamsBase, ChatCompletionRequest),
-    "completions": (completion_create_params.CompletionCreateParamsBase, CompletionRequest),
-    "responses": (ResponseCreateParamsBase, ResponsesRequest),
-    "messages": (MessageCreateParamsBase, MessagesRequest),
-    "count_tokens": (MessageCountTokensParams, CountTokensRequest),
-}
+HI = [{"role": "user", "content": "hi"}]
+# For each path: the parameters' type, the server's form of it, and the smallest body.
+FORMS: dict[str, tuple[type[Any], type[BaseModel], dict[str, Any]]] = {
+    "/v1/chat/completions": (chat_create_params.CompletionCreateParamsBase, ChatCompletionRequest,
+                             {"messages": HI}),
+    "/v1/completions": (completion_create_params.CompletionCreateParamsBase, CompletionRequest,
+                        {"prompt": "a"}),
+    "/v1/responses": (ResponseCreateParamsBase, ResponsesRequest, {"input": "a"}),
+    "/v1/messages": (MessageCreateParamsBase, MessagesRequest,
+                     {"model": "", "max_tokens": 2, "messages": HI}),
+    "/v1/messages/count_tokens": (MessageCountTokensParams, CountTokensRequest,
+                                  {"model": "", "messages": HI}),
+}  # fmt: skip
+# The names of the APIs in the table.
+APIS = dict(
+    zip(FORMS, ("chat", "completions", "responses", "messages", "count_tokens"), strict=True)
+)
 _WRAPPERS = (typing.Annotated, typing.Required, typing_extensions.Required)
 _NAMES = ("type", "role")  # the fields by which types of a union are told apart
 
@@ -112,11 +122,9 @@ def refused_fields(kind: Any, forms: list[type[BaseModel]], path: str) -> Iterat
     for name, hint in fields_of(kind).items():
         inner = f"{path}.{name}".lstrip(".")
         annotations = [fields_of(form)[name] for form in fitting if name in fields_of(form)]
-        if name in HINTS:
-            continue
         if annotations:
             yield from refusals(hint, Union[tuple(annotations)], inner)  # noqa: UP007
-        else:
+        elif name not in HINTS:
             yield inner, ""
 
 
@@ -136,9 +144,9 @@ def refused_values(theirs: Any, ours: Any, path: str) -> Iterator[tuple[str, str
 def all_refusals() -> dict[tuple[str, str], list[str]]:
     """The refused values of each field, by API and field; a field without values as a whole."""
     table: dict[tuple[str, str], list[str]] = {}
-    for api, (theirs, ours) in APIS.items():
+    for api, (theirs, ours, _) in FORMS.items():
         for path, value in dict.fromkeys(refusals(theirs, ours)):
-            table.setdefault((path, api), []).append(value)
+            table.setdefault((path, APIS[api]), []).append(value)
     return table
 
 

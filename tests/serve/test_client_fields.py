@@ -10,8 +10,8 @@ import scripted
 from abuse import CHAT, COMPLETIONS
 from anthropic import Anthropic
 from openai import OpenAI
+from sdk_fields import FORMS
 from served import Served
-from test_request_forms import FORMS
 from tuning import SPECIAL
 
 from duoka.serve.messages import Turn

@@ -12,34 +12,17 @@ import httpx2
 import pytest
 import scripted
 from abuse import CHAT, COMPLETIONS, VALID
-from anthropic.types.message_count_tokens_params import MessageCountTokensParams
-from anthropic.types.message_create_params import MessageCreateParamsBase
-from openai.types import completion_create_params
-from openai.types.chat import completion_create_params as chat_create_params
-from openai.types.responses.response_create_params import ResponseCreateParamsBase
 from pydantic import BaseModel
+from sdk_fields import FORMS, HI
 from served import Served
 
-from duoka.serve.anthropic import CountTokensRequest, MessagesRequest
 from duoka.serve.app import make_app
 from duoka.serve.forms import HINTS
 from duoka.serve.messages import EngineRequest, Event
 from duoka.serve.pool import EnginePool
-from duoka.serve.requests import ChatCompletionRequest, CompletionRequest
-from duoka.serve.responses import ResponsesRequest
 from duoka.serve.service import Service
 
 COUNT = "/v1/messages/count_tokens"
-HI = [{"role": "user", "content": "hi"}]
-FORMS: dict[str, tuple[type[Any], type[BaseModel], dict[str, Any]]] = {
-    CHAT: (chat_create_params.CompletionCreateParamsBase, ChatCompletionRequest, {"messages": HI}),
-    COMPLETIONS: (completion_create_params.CompletionCreateParamsBase, CompletionRequest,
-                  {"prompt": "a"}),
-    "/v1/responses": (ResponseCreateParamsBase, ResponsesRequest, {"input": "a"}),
-    "/v1/messages": (MessageCreateParamsBase, MessagesRequest,
-                     {"model": "", "max_tokens": 2, "messages": HI}),
-    COUNT: (MessageCountTokensParams, CountTokensRequest, {"model": "", "messages": HI}),
-}  # fmt: skip
 FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": None}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TALK: dict[str, Any] = {

@@ -9,17 +9,9 @@ import pytest
 import scripted
 import sdk_fields
 from pydantic import Field
-from test_request_forms import FORMS
 from typing_extensions import TypedDict
 
 from duoka.serve.forms import HINTS, Form
-
-PATHS = {
-    api: path
-    for path, (_, form, _) in FORMS.items()
-    for api, (_, known) in sdk_fields.APIS.items()
-    if known is form
-}
 
 
 def test_the_table_of_refusals_is_that_of_the_clients() -> None:
@@ -31,20 +23,18 @@ def test_the_table_of_refusals_is_that_of_the_clients() -> None:
         assert f"`{name}`" in page, name
 
 
-@pytest.mark.parametrize("api", sdk_fields.APIS)
-def test_a_field_of_the_table_is_refused_and_a_hint_is_not(api: str) -> None:
-    theirs, form = sdk_fields.APIS[api]
-    _, _, body = FORMS[PATHS[api]]
-    refused = sdk_fields.all_refusals()
+@pytest.mark.parametrize("path", sdk_fields.FORMS)
+def test_a_field_of_the_table_is_refused_and_a_hint_is_not(path: str) -> None:
+    theirs, form, body = sdk_fields.FORMS[path]
     app, _ = scripted.app_of(scripted.begun(), scripted.delta("a"), scripted.ended())
-    names = {path for (path, name) in refused if name == api and "." not in path}
-    for name in names & sdk_fields.fields_of(theirs).keys():
+    refused = {field for field, api in sdk_fields.all_refusals() if api == sdk_fields.APIS[path]}
+    for name in refused & sdk_fields.fields_of(theirs).keys():
         value = True if name in ("store", "background") else "x"
-        (answer,) = scripted.post(app, PATHS[api], {**body, name: value})
+        (answer,) = scripted.post(app, path, {**body, name: value})
         assert answer.status_code == 400, name
         assert name in answer.json()["error"]["message"]
     hints = dict.fromkeys(HINTS - sdk_fields.fields_of(form).keys(), "x")
-    (answer,) = scripted.post(app, PATHS[api], {**body, **hints})
+    (answer,) = scripted.post(app, path, {**body, **hints})
     assert answer.status_code == 200, answer.text
 
 
