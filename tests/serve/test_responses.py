@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from scripted import CALLS, MODEL, ScriptedPool, answer_of, app_of, begun, delta, ended, transport
 from served import Served
 
-from duoka.base.prompt_options import PromptOptions
+from duoka.base.prompt_settings import PromptSettings
 from duoka.serve.messages import Event, Failed, Turn
 from duoka.serve.responses import Item, read_turns
 
@@ -161,7 +161,7 @@ def test_what_is_asked_reaches_the_engine() -> None:
     assert answer.text.format.schema_ == schema
     assert not answer.parallel_tool_calls
     assert answer.reasoning.effort == "high"
-    assert ask.prompt.options == PromptOptions(is_thinking=True, effort="high")
+    assert ask.prompt.settings == PromptSettings(is_thinking=True, effort="high")
 
 
 def test_an_answer_can_be_sent_back() -> None:

@@ -16,7 +16,7 @@ from openai import OpenAI
 from served import Served, serving
 from tuning import TEMPLATE, write_model
 
-from duoka.base.prompt_options import PromptOptions
+from duoka.base.prompt_settings import PromptSettings
 
 HI: Any = [{"role": "user", "content": "hi"}]
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
@@ -53,48 +53,51 @@ OPENED = TEMPLATE.replace("<|assistant|>{%", "<|assistant|><think>\n{%")
 OPENED = OPENED.replace("{{ message.content }}", "{{ message.content.split('</think>')[-1] }}")
 
 
-def options_of(path: str, **fields: Any) -> PromptOptions:
-    """The options that a request has for the engine."""
+def settings_of(path: str, **fields: Any) -> PromptSettings:
+    """The settings that a request has for the engine."""
     app, pool = scripted.app_of(scripted.begun(), scripted.ended())
     (answer,) = scripted.post(app, path, {**BODIES[path], **fields})
     assert answer.status_code == 200, answer.text
-    return pool.asks[-1].prompt.options
+    return pool.asks[-1].prompt.settings
 
 
 @pytest.mark.parametrize("path", BODIES)
 def test_every_api_takes_the_fields_of_all_clients(path: str) -> None:
-    assert options_of(path) == PromptOptions()
+    assert settings_of(path) == PromptSettings()
     for fields in OFF:
-        assert options_of(path, **fields).is_thinking is False
+        assert settings_of(path, **fields).is_thinking is False
     for fields in ON:
-        assert options_of(path, **fields).is_thinking is True
+        assert settings_of(path, **fields).is_thinking is True
     for fields in LIMITED:
-        assert options_of(path, **fields) == PromptOptions(budget_tokens=5)
-    high = PromptOptions(is_thinking=True, effort="high")
-    assert options_of(path, reasoning_effort="high") == high
-    assert options_of(path, reasoning={"effort": "high"}) == high
-    off = options_of(path, reasoning_effort="high", enable_thinking=False)
-    assert off == PromptOptions(is_thinking=False, effort="high")
+        assert settings_of(path, **fields) == PromptSettings(budget_tokens=5)
+    high = PromptSettings(is_thinking=True, effort="high")
+    assert settings_of(path, reasoning_effort="high") == high
+    assert settings_of(path, reasoning={"effort": "high"}) == high
+    off = settings_of(path, reasoning_effort="high", enable_thinking=False)
+    assert off == PromptSettings(is_thinking=False, effort="high")
     further = {"language": "de", "enable_thinking": None}
-    assert options_of(path, chat_template_kwargs=further) == PromptOptions(
+    assert settings_of(path, chat_template_kwargs=further) == PromptSettings(
         variables={"language": "de"}
     )
 
 
 def test_the_effort_of_a_message_is_no_switch() -> None:
-    options = options_of(
+    settings = settings_of(
         MESSAGES,
         thinking={"type": "enabled", "budget_tokens": 1024, "display": "omitted"},
         output_config={"effort": "max"},
     )
-    assert options == PromptOptions(is_thinking=True, effort="max", budget_tokens=1024)
-    assert options_of(MESSAGES, output_config={"effort": "low"}).is_thinking is None
+    assert settings == PromptSettings(is_thinking=True, effort="max", budget_tokens=1024)
+    assert settings_of(MESSAGES, output_config={"effort": "low"}).is_thinking is None
 
 
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"enable_thinking": True, "thinking": {"type": "disabled"}}, "thinking.is_on contradicts"),
+        (
+            {"enable_thinking": True, "thinking": {"type": "disabled"}},
+            "thinking contradicts",
+        ),
         ({"enable_thinking": True, "reasoning_effort": "none"}, "none contradicts thinking"),
         ({"thinking_budget": 5, "reasoning": {"max_tokens": 6}}, "thinking_budget contradicts"),
         ({"reasoning": {"exclude": True}}, "reasoning.exclude"),

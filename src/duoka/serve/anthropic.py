@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import Field
 
-from duoka.base.prompt_options import PromptOptions
+from duoka.base.prompt_settings import PromptSettings
 
 from .errors import HttpError
 from .forms import Effort, Form, PromptFields, drop_none
@@ -204,17 +204,17 @@ class CountTokensRequest(PromptFields):
                 *(turn for message in self.messages for turn in read_turns(message)),
             ],
             parallel_tool_calls=not choice.disable_parallel_tool_use,
-            options=self.prompt_options(),
+            settings=self.prompt_settings(),
             **usable,
         )
 
-    def prompt_options(self) -> PromptOptions:
+    def prompt_settings(self) -> PromptSettings:
         """See `PromptFields`; effort is no switch, and a last assistant message is continued."""
-        options = super().prompt_options()
+        settings = super().prompt_settings()
         return replace(
-            options,
-            effort=options.effort or self.output_config.effort,
-            continues=options.continues or self.messages[-1].role == "assistant",
+            settings,
+            effort=settings.effort or self.output_config.effort,
+            continues=settings.continues or self.messages[-1].role == "assistant",
         )
 
 

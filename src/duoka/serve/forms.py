@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from duoka.base.prompt_options import PromptOptions
+from duoka.base.prompt_settings import PromptSettings
 
 from .errors import HttpError
 
@@ -77,7 +77,7 @@ class ThinkingConfig(Form):
 
     @property
     def is_on(self) -> bool | None:
-        """Whether the model shall think; None without a choice."""
+        """True if the model shall think; None without a choice."""
         return None if self.type is None else self.type != "disabled"
 
 
@@ -101,7 +101,7 @@ class TemplateVariables(Form):
 
 
 class PromptFields(Form):
-    """The fields for the options of a prompt, under the names of all clients, in every API."""
+    """The fields for the settings of a prompt, under the names of all clients, in every API."""
 
     chat_template_kwargs: TemplateVariables = TemplateVariables()
     enable_thinking: bool | None = None
@@ -114,8 +114,8 @@ class PromptFields(Form):
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
 
-    def prompt_options(self) -> PromptOptions:
-        """Return the options of the prompt; raise HttpError if fields contradict one another.
+    def prompt_settings(self) -> PromptSettings:
+        """Return the settings of the prompt; raise HttpError if fields contradict one another.
 
         An effort also switches thinking on, or off ("none"), unless a switch is given.
         """
@@ -125,7 +125,7 @@ class PromptFields(Form):
             raise HttpError(400, text, param="add_generation_prompt")
         if effort == "none" and is_on:
             raise HttpError(400, "reasoning effort none contradicts thinking", param="reasoning")
-        return PromptOptions(
+        return PromptSettings(
             is_thinking=effort != "none" if effort and is_on is None else is_on,
             effort=effort,
             budget_tokens=self._read_choice(_BUDGETS),
@@ -135,7 +135,7 @@ class PromptFields(Form):
 
     def _read_choice(self, paths: Iterable[str]) -> Any:
         """Return the value of these fields, or None; raise HttpError if they differ."""
-        values = [(path, attrgetter(path)(self)) for path in paths]
+        values = [(path.removesuffix(".is_on"), attrgetter(path)(self)) for path in paths]
         choices = [(path, value) for path, value in values if value is not None]
         for path, value in choices:
             if value != choices[0][1]:

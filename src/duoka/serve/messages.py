@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from duoka.base.answer_parts import PartKind
-from duoka.base.prompt_options import PromptOptions
+from duoka.base.prompt_settings import PromptSettings
 from duoka.planner.plan import Plan
 from duoka.report.measured import Fallback
 
@@ -61,7 +61,7 @@ class Prompt:
     must_call: bool = False
     parallel_tool_calls: bool = True
     is_scored: bool = False
-    options: PromptOptions = field(default_factory=PromptOptions)
+    settings: PromptSettings = field(default_factory=PromptSettings)
     field: str = "messages"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from duoka.base.prompt_options import PromptOptions
+from duoka.base.prompt_settings import PromptSettings
 from duoka.engine.grammar import Grammar
 from duoka.engine.request import SamplingParams
 from duoka.errors import UsageError
@@ -72,7 +72,7 @@ class QuestionReader:
         self.num_tokens = 1 + max(vocabulary.values())
         if self.is_thinking is False:
             question = ChatMessage(role="user", content="?")
-            self.reader.chat.prompt([question], options=PromptOptions(is_thinking=False))
+            self.reader.chat.prompt([question], settings=PromptSettings(is_thinking=False))
 
     def read(self, prompt: Prompt, values: Mapping[str, Any] | None = None) -> Question:
         """Convert a prompt and sampling parameters, `values`, to a question.
@@ -147,10 +147,10 @@ class QuestionReader:
         most_images = None if chat.images is None else self.reader.workload.images
         messages = ChatMessages(answers.reasoning, most_images).read(prompt.messages or ())
         self.reader.check_images(images_of(messages))
-        options = prompt.options
-        if options.is_thinking is None:
-            options = replace(options, is_thinking=self.is_thinking)
-        tokens, budget = chat.prompt(messages, tools or None, options), None
+        settings = prompt.settings
+        if settings.is_thinking is None:
+            settings = replace(settings, is_thinking=self.is_thinking)
+        tokens, budget = chat.prompt(messages, tools or None, settings), None
         is_parallel, forced = prompt.parallel_tool_calls, None
         if prompt.must_call:
             if grammar is not None:
@@ -164,11 +164,11 @@ class QuestionReader:
         elif grammar is not None:
             tokens.extend(chat.content_start(tokens))
         else:
-            budget = chat.reasoning.budget(options, tokens)
+            budget = chat.reasoning.budget(settings, tokens)
 
         def open_reader() -> AnswerReader:
             reader = answers.reader(tools, tokens, forced=forced, is_parallel=is_parallel)
-            reader.keeps_space = options.continues
+            reader.keeps_space = settings.continues
             return reader
 
         return Question(

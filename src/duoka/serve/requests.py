@@ -321,7 +321,7 @@ class ChatCompletionRequest(OpenAIRequest, PromptFields):
         return Prompt(
             messages=read_chat(self.messages),
             parallel_tool_calls=self.parallel_tool_calls is not False,
-            options=self.prompt_options(),
+            settings=self.prompt_settings(),
             **choose_tools(tools, getattr(self.tool_choice, "allowed_tools", self.tool_choice)),
         )
 
@@ -378,8 +378,8 @@ class TokenizeRequest(PromptFields):
         if self.messages is None:
             return Prompt(text=self.prompt, field="prompt")
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-        options = self.prompt_options()
-        return Prompt(messages=read_chat(self.messages), tools=tools, options=options)
+        settings = self.prompt_settings()
+        return Prompt(messages=read_chat(self.messages), tools=tools, settings=settings)
 
 
 class DetokenizeRequest(Form):

@@ -214,7 +214,7 @@ class ResponsesRequest(AnswerRequest, PromptFields):
             messages=[*(instructions if self.instructions else ()), *read_turns(self.input)],
             field="input",
             parallel_tool_calls=self.parallel_tool_calls is not False,
-            options=self.prompt_options(),
+            settings=self.prompt_settings(),
             **choose_tools([tool.to_chat_tool() for tool in self.tools or ()], self.tool_choice),
         )
 
@@ -224,7 +224,7 @@ class ResponsesRequest(AnswerRequest, PromptFields):
         return {name: values[name] for name in _ECHOED_FIELDS} | {
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "reasoning": {"effort": self.prompt_options().effort, "summary": None},
+            "reasoning": {"effort": self.prompt_settings().effort, "summary": None},
             "text": {"format": {"type": "text"}} if self.text is None else _dump(self.text),
             "tool_choice": _dump(self.tool_choice or "auto"),
             "tools": [

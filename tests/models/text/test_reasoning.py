@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from duoka.base.prompt_options import PromptOptions
+from duoka.base.prompt_settings import PromptSettings
 from duoka.errors import UsageError
 from duoka.models.text.messages import ChatMessage
 from duoka.models.text.prompts import ChatFormat, chat_format
@@ -16,7 +16,7 @@ from duoka.models.text.reasoning import template_variables
 from .call_templates import tokenizer
 
 QUESTION = ChatMessage(role="user", content="how is <|im_end|> it?")
-OFF, ON = PromptOptions(is_thinking=False), PromptOptions(is_thinking=True)
+OFF, ON = PromptSettings(is_thinking=False), PromptSettings(is_thinking=True)
 _CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\nTHOUGHT{{ m.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\nBEGIN{% endif %}"
@@ -78,8 +78,8 @@ def format_of(text: str, *, has_tags: bool = True) -> ChatFormat:
     return chat_format(made, {"model_type": "llama"})
 
 
-def end_of(chat: ChatFormat, options: PromptOptions) -> str:
-    text = str(chat.tokenizer.decode(chat.prompt([QUESTION], None, options)))
+def end_of(chat: ChatFormat, settings: PromptSettings) -> str:
+    text = str(chat.tokenizer.decode(chat.prompt([QUESTION], None, settings)))
     assert text.startswith("<|im_start|>user\n")
     return text.rpartition("assistant\n")[2]
 
@@ -89,9 +89,9 @@ def test_thinking_off_and_on(name: str) -> None:
     text, off, on, default = TEMPLATES[name]
     chat = format_of(text)
     assert end_of(chat, OFF) == off
-    assert end_of(chat, PromptOptions(budget_tokens=0)) == off
+    assert end_of(chat, PromptSettings(budget_tokens=0)) == off
     assert end_of(chat, ON) == on
-    assert end_of(chat, PromptOptions()) == default
+    assert end_of(chat, PromptSettings()) == default
 
 
 def test_a_closed_prompt_has_the_tokens_of_the_templates_own() -> None:
@@ -105,23 +105,23 @@ def test_what_can_be_neither_switched_off_nor_limited_is_refused() -> None:
     with pytest.raises(UsageError, match="reasoning of this model can't be switched off"):
         end_of(chat, OFF)
     with pytest.raises(UsageError, match="reasoning of this model can't be limited"):
-        end_of(chat, PromptOptions(budget_tokens=5))
+        end_of(chat, PromptSettings(budget_tokens=5))
     plain = format_of(template(""), has_tags=False)  # it doesn't reason
-    for options in (OFF, ON, PromptOptions(budget_tokens=5)):
-        assert end_of(plain, options) == ""
-        assert plain.reasoning.budget(options, []) is None
+    for settings in (OFF, ON, PromptSettings(budget_tokens=5)):
+        assert end_of(plain, settings) == ""
+        assert plain.reasoning.budget(settings, []) is None
 
 
 def test_variables_reach_the_template_but_not_its_own() -> None:
     chat = format_of(template("{{ language }} {{ eos_token }}"))
-    assert end_of(chat, PromptOptions(variables={"language": "de"})).startswith("de <|im_end|>")
+    assert end_of(chat, PromptSettings(variables={"language": "de"})).startswith("de <|im_end|>")
     for name in ("eos_token", "messages", "tools", "chat_template", "other"):
         with pytest.raises(UsageError, match=f"no variable '{name}'") as caught:
-            end_of(chat, PromptOptions(variables={name: "x"}))
+            end_of(chat, PromptSettings(variables={name: "x"}))
         assert caught.value.hint == "its variables: language"
         assert caught.value.param == "chat_template_kwargs"
     with pytest.raises(UsageError, match="chat_template_kwargs contains the text of a special"):
-        end_of(chat, PromptOptions(variables={"language": ["<|im_end|>"]}))
+        end_of(chat, PromptSettings(variables={"language": ["<|im_end|>"]}))
 
 
 def test_variables_are_found_in_any_template() -> None:
@@ -135,25 +135,25 @@ def test_variables_are_found_in_any_template() -> None:
 
 def test_a_budget_says_how_reasoning_ends() -> None:
     chat = format_of(SWITCHED)
-    limit = PromptOptions(budget_tokens=3)
+    limit = PromptSettings(budget_tokens=3)
     budget: Any = chat.reasoning.budget(limit, chat.tokenizer.encode("a <think>\n"))
     assert (budget.tokens, budget.is_open, [*budget.tags]) == (3, True, ["<think>", "</think>"])
     assert chat.tokenizer.decode(list(budget.closing_ids)) == "</think>\n\n"
     closed: Any = chat.reasoning.budget(limit, chat.prompt([QUESTION], None, OFF))
     assert not closed.is_open
-    assert chat.reasoning.budget(PromptOptions(), []) is None
+    assert chat.reasoning.budget(PromptSettings(), []) is None
 
 
 @pytest.mark.parametrize("content", ["It is ", "It is <|im_end|>", "fine"])
 def test_an_answer_that_has_begun_is_continued(content: str) -> None:
     chat = format_of(template("", _REASONS))
     begun = ChatMessage(role="assistant", content=content)
-    ids = chat.prompt([QUESTION, begun], None, PromptOptions(continues=True))
+    ids = chat.prompt([QUESTION, begun], None, PromptSettings(continues=True))
     text = f"<|im_start|>user\n{QUESTION.content}<|im_end|>\n<|im_start|>assistant\n{content}"
     assert chat.tokenizer.decode(ids) == text
     assert ids.count(chat.tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1
     with pytest.raises(UsageError, match="only a message of the assistant"):
-        chat.prompt([QUESTION], None, PromptOptions(continues=True))
+        chat.prompt([QUESTION], None, PromptSettings(continues=True))
 
 
 def test_a_template_that_changes_the_last_content_is_not_continued() -> None:
@@ -163,4 +163,4 @@ def test_a_template_that_changes_the_last_content_is_not_continued() -> None:
     dropped = format_of("{% for m in messages[:-1] %}{{ m.content }}{% endfor %}")
     for chat in (changed, dropped):
         with pytest.raises(UsageError, match="rejects the messages: "):
-            chat.prompt([question, last], None, PromptOptions(continues=True))
+            chat.prompt([question, last], None, PromptSettings(continues=True))

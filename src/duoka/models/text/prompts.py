@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from duoka.base.prompt_options import PromptOptions
+from duoka.base.prompt_settings import PromptSettings
 from duoka.errors import CheckpointError, UsageError
 
 from .answer_format import AnswerFormat
@@ -45,7 +45,7 @@ from .messages import (
 from .reasoning import ReasoningSwitch
 from .tokenizer import special_id
 
-_DEFAULTS = PromptOptions()
+_DEFAULTS = PromptSettings()
 
 
 class TrainingSample(NamedTuple):
@@ -91,12 +91,12 @@ class ChatFormat(ABC):
         return ReasoningSwitch(self.tokenizer, self.answers.reasoning)
 
     def prompt(
-        self, messages: Messages, tools: Tools = None, options: PromptOptions = _DEFAULTS
+        self, messages: Messages, tools: Tools = None, settings: PromptSettings = _DEFAULTS
     ) -> list[int]:
         """Return the ids of a prompt; if messages have images, an `ImagePrompt`."""
         takes_images = self.images is not None
-        last_is_answerable(messages, takes_images=takes_images, continues=options.continues)
-        rendering = self.reasoning.rendering(options, has_tools=bool(tools))
+        last_is_answerable(messages, takes_images=takes_images, continues=settings.continues)
+        rendering = self.reasoning.rendering(settings, has_tools=bool(tools))
         return self._encode(messages, tools, rendering)
 
     @abstractmethod

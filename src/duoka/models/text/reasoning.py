@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, TemplateSyntaxError, meta
 from transformers import PreTrainedTokenizerBase
 
-from duoka.base.prompt_options import PromptOptions
+from duoka.base.prompt_settings import PromptSettings
 from duoka.errors import UsageError
 
 from .answer_format import NUM_LAST
@@ -62,12 +62,12 @@ class ReasoningBudget(NamedTuple):
 
 @dataclass(frozen=True)
 class ReasoningSwitch:
-    """Applies the options of prompts to a model; `tags` are those around its reasoning."""
+    """Applies the settings of prompts to a model; `tags` are those around its reasoning."""
 
     tokenizer: PreTrainedTokenizerBase
     tags: Tags | None
 
-    def rendering(self, options: PromptOptions, *, has_tools: bool) -> Rendering:
+    def rendering(self, settings: PromptSettings, *, has_tools: bool) -> Rendering:
         """Return the variables of the template, and the end of the prompt.
 
         Raises UsageError for a variable that the template doesn't read, and if reasoning can be
@@ -75,9 +75,9 @@ class ReasoningSwitch:
         """
         template = find_template(self.tokenizer, has_tools=has_tools)
         names = template_variables(template)
-        self._check_variables(options, names)
-        is_on = False if options.budget_tokens == 0 else options.is_thinking
-        effort, budget = options.effort, options.budget_tokens
+        self._check_variables(settings, names)
+        is_on = False if settings.budget_tokens == 0 else settings.is_thinking
+        effort, budget = settings.effort, settings.budget_tokens
         if is_on is False:
             effort, budget = "none" if _OFF_EFFORT.search(template) else None, 0
         values = {**dict.fromkeys(_SWITCHES, is_on), _EFFORT: effort, _BUDGET: budget}
@@ -91,10 +91,10 @@ class ReasoningSwitch:
                 "for that, and the tags around it are unknown",
                 hint="let the model decide, and limit all new tokens",
             )
-        closes = is_on is False and not options.continues
+        closes = is_on is False and not settings.continues
         return Rendering(
-            continues=options.continues,
-            variables={**options.variables, **switches},
+            continues=settings.continues,
+            variables={**settings.variables, **switches},
             end=partial(self._close, adds_block=not switches) if closes else lambda _: "",
         )
 
@@ -103,13 +103,13 @@ class ReasoningSwitch:
         text = self.tokenizer.decode(list(prompt[-NUM_LAST:]), skip_special_tokens=False)
         return trusted_ids(self.tokenizer, self._close(str(text), adds_block=False))
 
-    def budget(self, options: PromptOptions, prompt: Sequence[int]) -> ReasoningBudget | None:
+    def budget(self, settings: PromptSettings, prompt: Sequence[int]) -> ReasoningBudget | None:
         """Return the limit of the reasoning in the answer to a prompt; None without one."""
-        if not options.budget_tokens or self.tags is None:
+        if not settings.budget_tokens or self.tags is None:
             return None
         closing_ids = trusted_ids(self.tokenizer, self.tags.end + self._spaces[2])
         is_open = bool(self.end_ids(prompt))
-        return ReasoningBudget(options.budget_tokens, self.tags, closing_ids, is_open)
+        return ReasoningBudget(settings.budget_tokens, self.tags, closing_ids, is_open)
 
     def _close(self, text: str, *, adds_block: bool) -> str:
         """Return the text that ends the reasoning of a prompt; an empty block if none has begun."""
@@ -137,11 +137,11 @@ class ReasoningSwitch:
         match = re.search(rf"{begin}(\s*)REASONS(\s*){end}(\s*)ANSWER", text)
         return match.groups() if match else _SPACES.get(self.tags.begin, ("", "", ""))
 
-    def _check_variables(self, options: PromptOptions, names: frozenset[str]) -> None:
+    def _check_variables(self, settings: PromptSettings, names: frozenset[str]) -> None:
         """Raise UsageError for variables that the template doesn't read, or that are fixed."""
         parameters = inspect.signature(self.tokenizer.apply_chat_template).parameters
         settable = names - parameters.keys() - self.tokenizer.special_tokens_map.keys()
-        for name in options.variables.keys() - settable:
+        for name in settings.variables.keys() - settable:
             error = UsageError(
                 f"the model's chat template has no variable {name[:80]!r}",
                 hint=f"its variables: {', '.join(sorted(settable)) or 'none'}",

@@ -1,4 +1,4 @@
-"""The options of a prompt: how the model thinks before its answer, and where the answer begins."""
+"""The settings of a prompt: how the model thinks before its answer, and where the answer begins."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptOptions:
-    """The options of a prompt; by default, the model decides whether it thinks.
+class PromptSettings:
+    """The settings of a prompt; by default, the model decides whether it thinks.
 
     Parameters
     ----------
