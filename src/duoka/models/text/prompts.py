@@ -70,6 +70,8 @@ class ChatFormat(ABC):
     ) -> None:
         self.tokenizer = tokenizer
         self.images = images
+        # `split_special_tokens` changes a state of the tokenizer, so calls must not overlap.
+        self._lock = threading.Lock()
 
     @property
     @abstractmethod
@@ -88,7 +90,7 @@ class ChatFormat(ABC):
     @cached_property
     def reasoning(self) -> ReasoningSwitch:
         """The switch of the model's reasoning."""
-        return ReasoningSwitch(self.tokenizer, self.answers.reasoning)
+        return ReasoningSwitch(self.tokenizer, self.answers.reasoning, self._lock)
 
     def prompt(
         self, messages: Messages, tools: Tools = None, settings: PromptSettings = _DEFAULTS
@@ -332,8 +334,6 @@ class TemplateFormat(ChatFormat):
     ) -> None:
         super().__init__(tokenizer, images)
         self.stop_ids = stop_ids
-        # `split_special_tokens` changes a state of the tokenizer, so calls must not overlap.
-        self._lock = threading.Lock()
 
     @cached_property
     def answers(self) -> AnswerFormat:
