@@ -27,9 +27,13 @@ def test_the_table_of_refusals_is_that_of_the_clients() -> None:
 def test_a_field_of_the_table_is_refused_and_a_hint_is_not(path: str) -> None:
     theirs, form, body = sdk_fields.FORMS[path]
     app, _ = scripted.app_of(scripted.begun(), scripted.delta("a"), scripted.ended())
-    refused = {field for field, api in sdk_fields.all_refusals() if api == sdk_fields.APIS[path]}
-    for name in refused & sdk_fields.fields_of(theirs).keys():
-        value = True if name in ("store", "background") else "x"
+    refused = {
+        field: values[0] == "true" or "x"
+        for (field, api), values in sdk_fields.all_refusals().items()
+        if api == sdk_fields.APIS[path] and values in ([""], ["true"])
+    }
+    for name in refused.keys() & sdk_fields.fields_of(theirs).keys():
+        value = refused[name]
         (answer,) = scripted.post(app, path, {**body, name: value})
         assert answer.status_code == 400, name
         assert name in answer.json()["error"]["message"]
