@@ -75,9 +75,9 @@ def test_every_api_takes_the_fields_of_all_clients(path: str) -> None:
     assert settings_of(path, reasoning={"effort": "high"}) == high
     off = settings_of(path, reasoning_effort="high", enable_thinking=False)
     assert off == PromptSettings(is_thinking=False, effort="high")
-    further = {"language": "de", "enable_thinking": None}
+    further = {"language": "de", "mode": "x", "enable_thinking": None}
     assert settings_of(path, chat_template_kwargs=further) == PromptSettings(
-        variables={"language": "de"}
+        variables={"language": "de", "mode": "x"}
     )
 
 

@@ -59,12 +59,13 @@ class Form(BaseModel):
         if not isinstance(values, Mapping):
             return values
         forms = cls.model_fields.items()
+        hints = HINTS if cls.model_config.get("extra") == "forbid" else ()
         fields = {form.alias or name: form.is_required() for name, form in forms}
         return {
             name: value
             for name, value in values.items()
             if value is not None
-            and (name in fields or name not in HINTS)
+            and (name in fields or name not in hints)
             and (fields.get(name) or value not in _EMPTY)
         }
 
