@@ -322,7 +322,7 @@ def test_what_a_model_says_before_its_content_is_no_part_of_it(
     params = SamplingParams(grammar=Grammar.regex("ab"))
     prompts = ["What?", [ChatMessage(role="user", content="What?")], [1, 2, 3]]
     plain = engine.generate(prompts, params)
-    monkeypatch.setattr(type(engine._reader.chat), "content_start", (5, 6))
+    monkeypatch.setattr(type(engine._reader.chat), "content_start", lambda *_: (5, 6))
     begun = engine.generate(prompts, params)
     lengths = zip(begun, plain, strict=True)
     assert [one.prompt_tokens - other.prompt_tokens for one, other in lengths] == [2, 2, 0]

@@ -192,8 +192,8 @@ def test_an_answer_can_be_sent_back() -> None:
         ({"messages": []}, "messages: "),
         ({"messages": [{"role": "user", "content": []}]}, "messages.0.content: "),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role: "),
-        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]},
-         "the type 'document' is unknown"),
+        ({"messages": [{"role": "user", "content": [{"type": "search_result"}]}]},
+         "the type 'search_result' is unknown"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]},
          "messages.0.content.0.text: "),
         ({"messages": [{"role": "user", "content": [
@@ -210,8 +210,7 @@ def test_an_answer_can_be_sent_back() -> None:
         ({"stop_sequences": ["a"] * 17}, "stop_sequences: "),
         ({"stop_sequences": [""]}, "stop_sequences.0: "),
         ({"extra_body": {"temperature": 1.5}}, "temperature: "),
-        ({"extra_body": {"mcp_servers": []}}, "mcp_servers is not supported"),
-        ({"service_tier": "priority"}, "service_tier: "),
+        ({"extra_body": {"mcp_servers": [{}]}}, "mcp_servers is not supported"),
     ],
     ids=str,
 )  # fmt: skip

@@ -4,6 +4,7 @@
 - `files`: regular files, read within limits and written atomically; the cache directory
 - `serialization`: frozen dataclasses ↔ JSON, typed and strict
 - `answer_parts`: the parts of an answer: content, reasoning, tool calls
+- `prompt_settings`: settings of a prompt: thinking, and continuing the last message
 - `images`: images in files, decoded within limits
 - `web`: images at URLs, fetched within limits
 - `progress`: progress messages of long calls

@@ -34,6 +34,7 @@ _LEAST_KEY_CHARACTERS = 8
 _VLLM = "Another engine"
 _ENGINES = ("duoka", "vllm")
 _CLUSTERS = ("ray",)
+_REASONING = ("on", "off", "auto")
 _PORT, _MAX_QUEUE = 8000, 256
 # Default number of concurrent requests, with a paged KV cache and with fixed batches.
 _MAX_REQUESTS, _BATCH = 16, 4
@@ -61,6 +62,12 @@ class ServeOptions(OptionGroup):
         "N", "Maximum number of queued requests; more are refused with 429. By default 256.", min=0
     )
     allow_image_urls: bool = flag("Download images that requests reference by URL.")
+    reasoning: str | None = option(
+        "CHOICE",
+        "Reasoning where a request doesn't choose: on, off, or auto (the model's chat template "
+        "decides, the default).",
+        values=_REASONING,
+    )
     adapter: Path | None = option("DIR", "A LoRA adapter to merge into the weights.")
     cluster: str | None = option(
         "CLUSTER",
@@ -125,6 +132,8 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
     for module in ("fastapi", "uvicorn", "prometheus_client"):
         require_package(module, "serve", "the server needs")
     address = server.address()
+    if server.reasoning is not None:
+        choose("reasoning", server.reasoning, _REASONING)
     if server.cluster is not None:
         choose("cluster", server.cluster, _CLUSTERS)
         require_package("ray", "ray", "the server needs")
@@ -157,6 +166,7 @@ def _engine_settings(
         plan=plan,
         max_new_tokens=options.most_new_tokens,
         trust_remote_code=model.trust_remote_code,
+        is_thinking={"on": True, "off": False}.get(server.reasoning or "auto"),
         adapter=None if server.adapter is None else str(server.adapter.absolute()),
     )
 
@@ -214,7 +224,7 @@ def _serve_with_vllm(server: ServeOptions, options: PlanOptions, model: ModelOpt
     from duoka.serve.vllm import VllmOptions, serve_with_vllm
 
     beside, hint = "--engine vllm", "omit one of them"
-    names = "adapter", "max_queue", "allow_image_urls", "cluster"
+    names = "adapter", "max_queue", "allow_image_urls", "cluster", "reasoning"
     server.refuse(*names, beside=beside, hint=hint)
     options.refuse("replicas", beside=beside, hint=hint)
     if server.engine_python is None:

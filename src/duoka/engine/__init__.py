@@ -5,6 +5,7 @@ A request becomes a `Sequence`. For each step, the scheduler chooses `Chunk`s of
 
 - `engine`: `Engine`, called from any thread; a thread of its own submits steps
 - `request`: parameters and results of a request; `sequence`: the state of a request in progress
+- `reasoning`: limits of the reasoning in an answer
 - `scheduler`: chooses the chunks of each step; `pages`: allocates the KV cache's pages
 - `executor`: computes steps, in this process; `open_executor`: the executor of a plan
 - `staged_executor`, `stage_worker`, `__main__`: a process for each GPU, with its stages;

@@ -244,10 +244,10 @@ class Engine:
         tokens = self._encode_prompt(prompt)
         is_chat = isinstance(prompt, str) or any(isinstance(part, ChatMessage) for part in prompt)
         if params.grammar is not None and is_chat:
-            tokens.extend(self._reader.chat.content_start)
+            tokens.extend(self._reader.chat.content_start(tokens))
         if not tokens:
             raise UsageError("the prompt is empty")
-        refuse_beyond(tokens, self._num_embeddings)
+        refuse_beyond([*tokens, *params.forced_ids], self._num_embeddings)
         max_rest = max(1, self._scheduler.most_tokens - len(tokens))
         token_limit = params.max_new_tokens or min(self._max_new_tokens, max_rest)
         refuse_long(len(tokens), self._scheduler.most_tokens, new_tokens=token_limit)
@@ -265,7 +265,7 @@ class Engine:
         sequence = EngineSequence(
             tokens,
             replace(params, seed=seed, max_new_tokens=token_limit),
-            stop_ids=tuple(self._reader.chat.stop_ids),
+            stop_ids=(*self._reader.chat.stop_ids, *params.stop_ids),
             rules=self._rules,
             detokenizer=detokenizer
             or Detokenizer(self._reader.tokenizer, kept_ids, () if is_chat else tokens),

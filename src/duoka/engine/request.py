@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from duoka.checkpoint.sampling_params import Sampling
 from duoka.errors import UsageError
+from duoka.models.text.reasoning import ReasoningBudget
 
 from .grammar import Grammar
 
@@ -39,11 +40,18 @@ class SamplingParams(Sampling):
         Added to the logits, by token id.
     stop : tuple of str
         Texts that end the answer; they are removed from it.
+    stop_ids : tuple of int
+        Further stop tokens.
+    forced_ids : tuple of int
+        The tokens with which the answer begins, whatever the model would generate. Random numbers
+        and penalties are those of an answer to a prompt that ends with them.
     min_new_tokens : int
         Tokens to generate before a stop token may be sampled, unless a grammar allows only that.
     grammar : Grammar, optional
         The grammar of the answer. The answer matches it if `finish` is "stop" and no text of
         `stop` ended the answer.
+    reasoning : ReasoningBudget, optional
+        The limit of the answer's reasoning.
     logprobs : int, optional
         Return the log-probability of each token and of this many likeliest tokens, from the logits
         before penalties, biases, temperature and all other parameters. None returns none.
@@ -55,8 +63,11 @@ class SamplingParams(Sampling):
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    forced_ids: tuple[int, ...] = ()
     min_new_tokens: int = 0
     grammar: Grammar | None = None
+    reasoning: ReasoningBudget | None = None
     logprobs: int | None = None
 
     def __post_init__(self) -> None:

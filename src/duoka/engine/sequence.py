@@ -13,6 +13,7 @@ from duoka.models.text.image_prompts import ImagePrompt
 from .detokenizer import Detokenizer
 from .generation_rules import GenerationRules
 from .grammar import BytesDetokenizer, GrammarMatcher, token_bits
+from .reasoning import ReasoningCounter
 from .request import Completion, Finish, SamplingParams, TextPiece, TokenChoice
 from .sampler import SamplingRow
 
@@ -68,8 +69,11 @@ class Sequence:
         self._seed = params.seed
         self._rules = rules
         self._matcher = matcher
-        # Rows are sent to another process in each step, which doesn't need grammar and stop texts.
-        self._row_params = replace(params, grammar=None, stop=())
+        budget = params.reasoning
+        self._reasoning = None if budget is None else ReasoningCounter(budget)
+        # Rows are sent to another process in each step, which needs only what changes sampling.
+        row_params = replace(params, grammar=None, reasoning=None)
+        self._row_params = replace(row_params, stop=(), stop_ids=(), forced_ids=())
         self._stop_ids = stop_ids
         self._choices: list[TokenChoice] = []
         self._answer: list[int] = []
@@ -79,6 +83,7 @@ class Sequence:
         self._asked_at = time.monotonic()
         self._first_token_at: float | None = None
         self._text = ""
+        self._stop_start = 0  # of what may contain a stop text
         self._stop_text: str | None = None  # the stop text that ended the generation
         self._has_ended = False
         self._num_sent = 0  # characters of `_text`
@@ -108,7 +113,8 @@ class Sequence:
     def can_run_ahead(self) -> bool:
         """True if the next token's `row` doesn't depend on the tokens before it."""
         depends = self.params.has_penalties or self._rules.reads_tokens
-        return self._matcher is None and not depends
+        is_limited = self._reasoning is not None and not self._reasoning.is_done
+        return self._matcher is None and not depends and not is_limited
 
     @property
     def awaits_token(self) -> bool:
@@ -123,18 +129,23 @@ class Sequence:
     def row(self, ahead: int = 0) -> SamplingRow:
         """Return the parameters for sampling the next token, or if `ahead` is 1 the one after."""
         params, place, rules = self._row_params, len(self._answer) + ahead, self._rules
+        forced_ids, context = self.params.forced_ids, rules.context(self.prompt)
         banned = rules.banned(self.prompt, self._answer, self._stop_ids, place)
         if place < params.min_new_tokens:
             banned |= set(self._stop_ids)
         allowed = None if self._matcher is None else self._matcher.allowed
         is_last = place == self.max_new_tokens - 1 and self._matcher is None
         forced = rules.forced(self.prompt, place, is_last=is_last)
+        if place < len(forced_ids):
+            forced = forced_ids[place]
+        elif forced is None and self._reasoning is not None:
+            forced = self._reasoning.forced
         return SamplingRow(
             params=params,
             seed=self._seed,
-            place=place,
-            prompt=rules.context(self.prompt) if params.repetition_penalty != 1 else (),
-            answer=self._answer if params.has_penalties else (),
+            place=place - len(forced_ids),
+            prompt=(*context, *forced_ids) if params.repetition_penalty != 1 else (),
+            answer=self._answer[len(forced_ids) :] if params.has_penalties else (),
             banned=sorted(banned),
             allowed=allowed if forced is None else token_bits([forced]),
         )
@@ -142,18 +153,24 @@ class Sequence:
     def add(self, choice: TokenChoice) -> Finish | None:
         """Add the next token; return the finish reason if the generation ends, otherwise None."""
         place, matcher = len(self._answer), self._matcher
+        is_forced = place < len(self.params.forced_ids)
         can_end = place >= self.params.min_new_tokens or matcher is not None
-        if choice.token in self._stop_ids and can_end:
+        if not is_forced and choice.token in self._stop_ids and can_end:
             return "stop"
         if self._first_token_at is None:
             self._first_token_at = time.monotonic()
         self._choices.append(choice)
         self._answer.append(choice.token)
         self.tokens.append(choice.token)
-        self._text += self._detokenizer.add(choice.token)
-        if self._cut_stop_text():
+        text = self._detokenizer.add(choice.token)
+        self._text += text
+        if self._reasoning is not None and not self._reasoning.is_done:
+            self._reasoning.add(text)
+        if is_forced:
+            self._stop_start = len(self._text)
+        elif self._cut_stop_text():
             return "stop"
-        is_forced = self._rules.forced(self.prompt, place, is_last=False) is not None
+        is_forced |= self._rules.forced(self.prompt, place, is_last=False) is not None
         if matcher is not None and not is_forced:
             matcher.advance(choice.token)
             if matcher.is_complete:
@@ -196,7 +213,7 @@ class Sequence:
 
     def _cut_stop_text(self) -> bool:
         """Return True if the text contains a stop text; cut the text off before the first one."""
-        starts = [(self._text.find(text), text) for text in self.params.stop]
+        starts = [(self._text.find(text, self._stop_start), text) for text in self.params.stop]
         matches = [(place, text) for place, text in starts if place >= 0]
         if matches:
             place, self._stop_text = min(matches)

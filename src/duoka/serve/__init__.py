@@ -5,6 +5,7 @@ is restarted when it ends unexpectedly.
 
 - `server`: opens the engines, then listens; `address`: host, port and API key
 - `app`: the routes, which call a `service`; `page`: the files of the web page at the root
+- `forms`: the fields that all requests take alike
 - `requests`, `answers`, `errors`: requests, responses and errors of OpenAI's chats and completions
 - `responses`, `anthropic`: requests of OpenAI's Responses API and Anthropic's Messages API;
   `response_answer`, `message_answer`: their responses, which consist of `blocks`

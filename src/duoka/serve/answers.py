@@ -7,6 +7,7 @@ are in `response_answer` and `message_answer`.
 
 from __future__ import annotations
 
+import copy
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -200,15 +201,22 @@ class ChatAnswer(OpenAIAnswer):
 
 
 class CompletionChoice:
-    """One of the completions of a text; `prefix` is the echoed prompt, or empty."""
+    """One of the completions of a text.
 
-    def __init__(self, prefix: str) -> None:
+    `prefix` is the echoed text, or empty; with `has_logprobs`, that of the prompt's first token,
+    which has no log-probability.
+    """
+
+    def __init__(self, prefix: str, has_logprobs: bool) -> None:
         self.texts = [prefix]
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         self.logprobs: dict[str, list[Any]] = {name: [] for name in names}
         self.finish = "stop"
         # The number of characters so far, and a decoder that holds back an incomplete character.
-        self._offset = 0
+        self._offset = len(prefix)
+        if has_logprobs and prefix:
+            for name, value in zip(names, (prefix, None, None, 0), strict=True):
+                self.logprobs[name].append(value)
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     @property
@@ -242,7 +250,8 @@ class CompletionAnswer(OpenAIAnswer):
     Parameters
     ----------
     prefixes : sequence of str
-        For each prompt, the text to echo before its completions; empty for none.
+        For each prompt, the text to echo before its completions; empty for none. With
+        log-probabilities, the text of the prompt's first token.
     n : int
         The number of completions of each prompt.
     options
@@ -251,16 +260,19 @@ class CompletionAnswer(OpenAIAnswer):
 
     def __init__(self, model: str, prefixes: Sequence[str], n: int, **options: bool) -> None:
         head = {"id": make_id("cmpl-"), "object": "text_completion", "created": int(time.time())}
-        choices = [CompletionChoice(prefix) for prefix in prefixes for _ in range(n)]
+        prefixes = [prefix for prefix in prefixes for _ in range(n)]
+        choices = [CompletionChoice(prefix, options["has_logprobs"]) for prefix in prefixes]
         super().__init__({**head, "model": model}, choices, **options)
         self._n = n
 
     def begin(self, source: int) -> Iterator[Piece]:
         """See `Answer`."""
         for number in range(source * self._n, (source + 1) * self._n):
-            (prefix,) = self._choices[number].texts
-            if prefix:
-                yield self._to_piece(number, {"text": prefix}, None, None)
+            choice = self._choices[number]
+            logprobs = choice.logprobs if choice.logprobs["tokens"] else None
+            if logprobs or choice.texts[0]:
+                logprobs = copy.deepcopy(logprobs)  # more tokens are added to it
+                yield self._to_piece(number, {"text": choice.texts[0]}, logprobs, None)
 
     def take(self, event: Event, source: int = 0) -> Iterator[Piece]:
         """See `Answer`."""

@@ -14,35 +14,22 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import Field
 
+from duoka.base.prompt_settings import PromptSettings
+
 from .errors import HttpError
+from .forms import Effort, Form, PromptFields, drop_none
 from .message_answer import MessageAnswer
 from .messages import Prompt, Turn
-from .requests import (
-    AnswerRequest,
-    Count,
-    Form,
-    Function,
-    StopTexts,
-    choose_tools,
-    drop_none,
-    make_turn,
-)
+from .requests import AnswerRequest, Count, Function, StopTexts, choose_tools, make_turn
 from .service import Service
 from .streams import respond
 
 
-class _Block(Form):
-    """The common field of blocks, tools and requests."""
-
-    cache_control: dict[str, Any] | None = None  # ignored: every prefix is cached
-
-
-class TextBlock(_Block):
+class TextBlock(Form):
     """A text block of a message."""
 
     type: Literal["text"]
     text: str
-    citations: None = None
 
 
 class ImageBase64(Form):
@@ -60,7 +47,7 @@ class ImageUrl(Form):
     url: str
 
 
-class ImageBlock(_Block):
+class ImageBlock(Form):
     """An image block of a message."""
 
     type: Literal["image"]
@@ -74,15 +61,42 @@ class ImageBlock(_Block):
         return f"data:{self.source.media_type};base64,{self.source.data}"
 
 
-class ThinkingBlock(Form):
-    """The reasoning before an answer, as the server has sent it."""
+class DocumentSource(Form):
+    """The text of a document, or its text blocks; files aren't read."""
 
-    type: Literal["thinking"]
-    thinking: str
+    type: Literal["text", "content"]
+    media_type: Literal["text/plain"] | None = None
+    data: str = ""
+    content: str | list[TextBlock] = ""
+
+
+class DocumentBlock(Form):
+    """A document in a message: a text with a title and its context."""
+
+    type: Literal["document"]
+    source: DocumentSource
+    title: str | None = None
+    context: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The document as text."""
+        body = self.source.data or make_turn("user", self.source.content).content
+        return "\n\n".join(filter(None, (self.title, self.context, body))) + "\n\n"
+
+
+class ThinkingBlock(Form):
+    """The reasoning before an answer; empty if only Anthropic's servers can read it."""
+
+    type: Literal["thinking", "redacted_thinking"]
+    thinking: str = ""
     signature: str = ""
 
 
-class ToolUseBlock(_Block):
+ResultPart = TextBlock | ImageBlock | DocumentBlock
+
+
+class ToolUseBlock(Form):
     """A tool call of the assistant."""
 
     type: Literal["tool_use"]
@@ -91,12 +105,12 @@ class ToolUseBlock(_Block):
     input: dict[str, Any]
 
 
-class ToolResultBlock(_Block):
+class ToolResultBlock(Form):
     """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]] = ""
+    content: str | list[Annotated[ResultPart, Field(discriminator="type")]] = ""
     is_error: bool | None = None
 
     @property
@@ -112,13 +126,13 @@ class ToolResultBlock(_Block):
 
 
 Block = Annotated[
-    TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
+    TextBlock | ImageBlock | DocumentBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
     Field(discriminator="type"),
 ]
 
 
 _ALLOWED_BLOCKS: dict[str, Any] = {
-    "user": (TextBlock, ImageBlock, ToolResultBlock),
+    "user": (TextBlock, ImageBlock, DocumentBlock, ToolResultBlock),
     "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
     "system": (TextBlock, ImageBlock),
 }
@@ -131,7 +145,7 @@ class AnthropicMessage(Form):
     content: str | Annotated[list[Block], Field(min_length=1)]
 
 
-class AnthropicTool(Function, _Block):
+class AnthropicTool(Function):
     """A tool of the client."""
 
     type: Literal["custom"] | None = None
@@ -164,11 +178,11 @@ class AnthropicSchemaFormat(Form):
 class OutputConfig(Form):
     """The format of the answer's text."""
 
-    effort: str | None = None
+    effort: Effort | None = None
     format: AnthropicSchemaFormat | None = None
 
 
-class CountTokensRequest(_Block):
+class CountTokensRequest(PromptFields):
     """``POST /v1/messages/count_tokens``."""
 
     model: str
@@ -176,8 +190,7 @@ class CountTokensRequest(_Block):
     system: str | list[TextBlock] = ""
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice = AnthropicToolChoice()
-    thinking: dict[str, Any] | None = None  # ignored: the model decides
-    output_config: OutputConfig | None = None
+    output_config: OutputConfig = OutputConfig()
 
     def to_prompt(self) -> Prompt:
         """Convert the request to a prompt."""
@@ -191,7 +204,17 @@ class CountTokensRequest(_Block):
                 *(turn for message in self.messages for turn in read_turns(message)),
             ],
             parallel_tool_calls=not choice.disable_parallel_tool_use,
+            settings=self.prompt_settings(),
             **usable,
+        )
+
+    def prompt_settings(self) -> PromptSettings:
+        """See `PromptFields`; effort is no switch, and a last assistant message is continued."""
+        settings = super().prompt_settings()
+        return replace(
+            settings,
+            effort=settings.effort or self.output_config.effort,
+            continues=settings.continues or self.messages[-1].role == "assistant",
         )
 
 
@@ -203,12 +226,10 @@ class MessagesRequest(CountTokensRequest, AnswerRequest):
     stop: Annotated[StopTexts | None, Field(alias="stop_sequences")] = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
 
     def params(self) -> dict[str, Any]:
         """See `AnswerRequest`."""
-        form = None if self.output_config is None else self.output_config.format
+        form = self.output_config.format
         schema = form and {"type": "json_schema", "json_schema": {"schema": form.schema_}}
         return super().params() | drop_none({"response_format": schema})
 

@@ -123,7 +123,12 @@ def _add_openai(app: FastAPI, service: Service) -> None:
         """Generate completions of texts."""
         prompts, has_logprobs = request.to_prompts(), request.logprobs is not None
         prefixes = [""] * len(prompts)
-        if request.echo:
+        if request.has_prompt_logprobs:
+            counted = [p.tokens or (await service.count(p)).tokens for p in prompts]
+            prompts = [Prompt(tokens=ids, is_scored=True, field="prompt") for ids in counted]
+            firsts = [Prompt(tokens=ids[:1], field="prompt") for ids in counted]
+            prefixes = [(await service.count(p, "detokenize")).text for p in firsts]
+        elif request.echo:
             prefixes = [p.text or (await service.count(p, "detokenize")).text for p in prompts]
         options = {"has_logprobs": has_logprobs, "has_usage": request.stream_options.include_usage}
         answer = CompletionAnswer(service.model, prefixes, request.n, **options)

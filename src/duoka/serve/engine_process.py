@@ -84,7 +84,7 @@ class EngineProcess:
         # A second tokenizer: the engine's thread decodes with its own while these threads encode.
         self._reader = PromptReader.open(opened.checkpoint, plan.workload)
         config, limit = opened.checkpoint.generation_config, self._engine.capacity.context_tokens
-        self._questions = QuestionReader(self._reader, config, limit)
+        self._questions = QuestionReader(self._reader, config, limit, settings.is_thinking)
         self._token_bytes = TokenBytes(self._reader.tokenizer)
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "duoka-prompts")
         # One thread: decoding an image of a few hundred bytes can take 1.3 GB.
@@ -137,7 +137,8 @@ class EngineProcess:
         for choice, params in enumerate(question.params.split(request.n)):
             has_logprobs = params.logprobs is not None
             reader = question.open_reader()
-            listener = _GenerationListener(self, number, choice, reader, has_logprobs)
+            num_forced = len(params.forced_ids)
+            listener = _GenerationListener(self, number, choice, reader, has_logprobs, num_forced)
             stream = self._engine.submit(
                 question.tokens, params, kept_ids=question.kept_ids, on_event=listener.take
             )
@@ -147,7 +148,8 @@ class EngineProcess:
                     streams.append(stream)
             if streams is None:  # cancelled or failed meanwhile
                 stream.cancel()
-        self.send(Begun(number=number, prompt_tokens=len(question.tokens)))
+        num_forced = len(question.params.forced_ids)
+        self.send(Begun(number=number, prompt_tokens=len(question.tokens) + num_forced))
 
     def _cancel(self, number: int) -> None:
         """Cancel the remaining generations of a request."""
@@ -191,6 +193,7 @@ class _GenerationListener:
     choice: int
     reader: AnswerReader
     has_logprobs: bool
+    num_forced: int = 0  # tokens of the prompt that are generated again
     # Tokens whose text the reader holds back: it may belong to a part of another kind, such as a
     # tag.
     unsent_tokens: list[TokenChoice] = field(default_factory=list)
@@ -218,7 +221,7 @@ class _GenerationListener:
                 number=self.number,
                 choice=self.choice,
                 finish="tool_calls" if has_calls else event.finish,
-                new_tokens=len(event.tokens),
+                new_tokens=max(0, len(event.tokens) - self.num_forced),
                 shared_tokens=event.shared_tokens,
                 stop_text=event.stop_text,
             )

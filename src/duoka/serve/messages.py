@@ -10,18 +10,23 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from duoka.base.answer_parts import PartKind
+from duoka.base.prompt_settings import PromptSettings
 from duoka.planner.plan import Plan
 from duoka.report.measured import Fallback
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """The plan and the options of an engine: the first message to its process."""
+    """The plan and the options of an engine: the first message to its process.
+
+    `is_thinking` is the choice for requests that make none; None leaves it to the chat template.
+    """
 
     plan: Plan
     max_new_tokens: int | None = None
     trust_remote_code: bool = False
     adapter: str | None = None
+    is_thinking: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +49,9 @@ class Turn:
 class Prompt:
     """A prompt: either the messages of a chat, a text to continue, or token ids.
 
-    The model may call `tools`, and must call one of them with `must_call`. `field` is the name of
-    the prompt's field in the request, for error messages.
+    The model may call `tools`, and must call one of them with `must_call`. With `is_scored`, the
+    generation begins with all but the first of the `tokens`, so that they have log-probabilities.
+    `field` is the name of the prompt's field in the request, for error messages.
     """
 
     messages: Sequence[Turn] | None = None
@@ -54,6 +60,8 @@ class Prompt:
     tools: Sequence[Mapping[str, Any]] = ()
     must_call: bool = False
     parallel_tool_calls: bool = True
+    is_scored: bool = False
+    settings: PromptSettings = field(default_factory=PromptSettings)
     field: str = "messages"
 
 

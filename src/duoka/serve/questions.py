@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from duoka.base.prompt_settings import PromptSettings
 from duoka.engine.grammar import Grammar
 from duoka.engine.request import SamplingParams
 from duoka.errors import UsageError
 from duoka.models.text.answer_reader import AnswerReader
 from duoka.models.text.image_prompts import images_of
+from duoka.models.text.messages import ChatMessage
 from duoka.runtime.prompt_reader import PromptReader, PromptTooLong, refuse_beyond
 
 from .chats import ChatMessages
@@ -50,16 +52,27 @@ class QuestionReader:
         The checkpoint's generation config, for recommended sampling parameters.
     context_tokens : int, optional
         The most tokens of a request, prompt and generated; None for no check of the length.
+    is_thinking : bool, optional
+        The choice for requests that make none; None leaves it to the chat template.
+
+    Raises
+    ------
+    UsageError
+        If the model's reasoning can't be switched off, but shall be.
     """
 
     reader: PromptReader
     generation_config: Mapping[str, Any] | None = None
     context_tokens: int | None = None
+    is_thinking: bool | None = None
 
     def __post_init__(self) -> None:
         vocabulary = self.reader.tokenizer.get_vocab()
         self._longest_token = max(map(len, vocabulary))
         self.num_tokens = 1 + max(vocabulary.values())
+        if self.is_thinking is False:
+            question = ChatMessage(role="user", content="?")
+            self.reader.chat.prompt([question], settings=PromptSettings(is_thinking=False))
 
     def read(self, prompt: Prompt, values: Mapping[str, Any] | None = None) -> Question:
         """Convert a prompt and sampling parameters, `values`, to a question.
@@ -75,8 +88,17 @@ class QuestionReader:
         self._refuse_too_long(prompt)
         params_given = {name: value for name, value in (values or {}).items() if name != _FORMAT}
         question = self._read_prompt(prompt, grammar)
-        params_given["grammar"] = question.params.grammar
-        params = SamplingParams.recommended(self.generation_config, **params_given)
+        if not params_given.pop("skip_special_tokens", True):
+            added = self.reader.tokenizer.added_tokens_decoder.items()
+            kept_ids = [number for number, token in added if token.special]
+            question = replace(question, kept_ids=kept_ids)
+        if prompt.is_scored:
+            params_given["forced_ids"] = tuple(question.tokens[1:])
+            question = replace(question, tokens=question.tokens[:1])
+            for name in {"max_new_tokens", "min_new_tokens"} & params_given.keys():
+                params_given[name] += len(params_given["forced_ids"])
+        limits = {name: getattr(question.params, name) for name in ("grammar", "reasoning")}
+        params = SamplingParams.recommended(self.generation_config, **params_given, **limits)
         return replace(question, params=params)
 
     def _read_grammar(self, prompt: Prompt, values: Mapping[str, Any]) -> Grammar | None:
@@ -87,6 +109,8 @@ class QuestionReader:
             grammar = None if form is None else Grammar.from_response_format(form)
             field = "logit_bias"
             refuse_beyond(values.get(field, ()), self.num_tokens)
+            field = "stop_token_ids"
+            refuse_beyond(values.get("stop_ids", ()), self.num_tokens)
         except UsageError as error:
             error.param = field
             raise
@@ -115,12 +139,18 @@ class QuestionReader:
         )
 
     def _read_chat(self, prompt: Prompt, grammar: Grammar | None) -> Question:
-        """Convert a chat; a forced tool call sets a grammar and begins the answer in the prompt."""
+        """Convert a chat; a forced tool call sets a grammar and begins the answer in the prompt.
+
+        An answer with a grammar has no reasoning: it is closed in the prompt.
+        """
         chat, answers, tools = self.reader.chat, self.reader.chat.answers, prompt.tools
         most_images = None if chat.images is None else self.reader.workload.images
         messages = ChatMessages(answers.reasoning, most_images).read(prompt.messages or ())
         self.reader.check_images(images_of(messages))
-        tokens = chat.prompt(messages, tools or None)
+        settings = prompt.settings
+        if settings.is_thinking is None:
+            settings = replace(settings, is_thinking=self.is_thinking)
+        tokens, budget = chat.prompt(messages, tools or None, settings), None
         is_parallel, forced = prompt.parallel_tool_calls, None
         if prompt.must_call:
             if grammar is not None:
@@ -132,14 +162,18 @@ class QuestionReader:
             tokens.extend(forced.prompt_ids)
             grammar = Grammar.lark(forced.grammar)
         elif grammar is not None:
-            tokens.extend(chat.content_start)
+            tokens.extend(chat.content_start(tokens))
+        else:
+            budget = chat.reasoning.budget(settings, tokens)
 
         def open_reader() -> AnswerReader:
-            return answers.reader(tools, tokens, forced=forced, is_parallel=is_parallel)
+            reader = answers.reader(tools, tokens, forced=forced, is_parallel=is_parallel)
+            reader.keeps_space = settings.continues
+            return reader
 
         return Question(
             tokens=tokens,
-            params=SamplingParams(grammar=grammar),
+            params=SamplingParams(grammar=grammar, reasoning=budget),
             kept_ids=answers.kept_ids,
             open_reader=open_reader,
         )

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's chats and completions: pydantic models that forbid unknown fields.
+"""Requests of OpenAI's chats and completions, as pydantic models.
 
 The fields of a model are the parameters of the API. A field that `SamplingParams` also has is named
 as there, with the API's name as alias. The requests of the other two APIs are in `responses` and
@@ -9,45 +9,30 @@ Source: https://platform.openai.com/docs/api-reference, and the types of its off
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field
 
 from .errors import HttpError
+from .forms import Form, PromptFields, drop_none
 from .messages import Prompt, Turn
 
-_MOST_CHOICES = 16
+_MOST_CHOICES, _MOST_PROMPTS = 16, 2048
 MOST_TOP_LOGPROBS = 20
-_EMPTY: tuple[Any, ...] = (None, "", [], {})
 _PARAMS = {"temperature", "top_p", "top_k", "min_p", "logit_bias", "seed", "stop"}
 _PARAMS |= {"presence_penalty", "frequency_penalty", "repetition_penalty", "max_new_tokens"}
+_PARAMS |= {"stop_ids", "skip_special_tokens"}
 
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 StopTexts = Annotated[list[StopText], Field(max_length=16), AfterValidator(tuple)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+StopIds = Annotated[list[TokenId], Field(max_length=64), AfterValidator(tuple)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=1)]
 TopLogprobs = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
-
-
-def drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the items whose value isn't None."""
-    return {name: value for name, value in values.items() if value is not None}
-
-
-class Form(BaseModel):
-    """Base of objects in a request: null counts as absent, and unknown fields are refused."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_null(cls, values: Any) -> Any:
-        """Drop fields with the value null."""
-        return drop_none(values) if isinstance(values, Mapping) else values
 
 
 class AnswerRequest(Form):
@@ -57,23 +42,11 @@ class AnswerRequest(Form):
     stream: bool = False
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Share | None = None
+    store: Literal[False] | None = None
 
     def params(self) -> dict[str, Any]:
         """Return the parameters of the request, under the names of `SamplingParams`."""
         return drop_none({name: getattr(self, name, None) for name in _PARAMS})
-
-
-class IgnoredFields(Form):
-    """OpenAI's fields without effect, which are accepted."""
-
-    metadata: dict[str, str] | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = None
-    user: str | None = None
 
 
 # ── messages and tools ──
@@ -83,41 +56,27 @@ class IgnoredFields(Form):
 # model and the conversation (images, memory, ids of tool calls).
 
 
-class MessageForm(Form):
-    """Base of messages; unknown fields with empty values, as in responses, are dropped."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_empty(cls, values: Any) -> Any:
-        """Drop unknown fields with an empty value."""
-        if not isinstance(values, Mapping):
-            return values
-        fields = cls.model_fields
-        return {key: value for key, value in values.items() if key in fields or value not in _EMPTY}
-
-
-class TextPart(MessageForm):
+class TextPart(Form):
     """A text part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class RefusalPart(MessageForm):
+class RefusalPart(Form):
     """A refusal of the assistant."""
 
     type: Literal["refusal"]
     text: Annotated[str, Field(alias="refusal")]
 
 
-class ImageAddress(MessageForm):
+class ImageAddress(Form):
     """The URL of an image: a data URL or an http(s) URL."""
 
     url: str
-    detail: Literal["auto", "low", "high"] | None = None
 
 
-class ImagePart(MessageForm):
+class ImagePart(Form):
     """An image part of a message."""
 
     type: Literal["image_url"]
@@ -137,7 +96,7 @@ class CalledFunction(Form):
     arguments: str | dict[str, Any]
 
 
-class AnsweredCall(MessageForm):
+class AnsweredCall(Form):
     """A tool call of the assistant."""
 
     id: str
@@ -146,37 +105,37 @@ class AnsweredCall(MessageForm):
     index: int | None = None
 
 
-class SystemMessage(MessageForm):
+class SystemMessage(Form):
     """A system message."""
 
     role: Literal["system", "developer"]
     content: str | list[TextPart]
 
 
-class UserMessage(MessageForm):
+class UserMessage(Form):
     """A user message."""
 
     role: Literal["user"]
     content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
 
 
-class AssistantMessage(MessageForm):
+class AssistantMessage(Form):
     """An earlier answer of the model."""
 
     role: Literal["assistant"]
     content: str | list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]] = ""
     reasoning_content: str | None = None
     reasoning: str | None = None
+    refusal: str | None = None
     tool_calls: list[AnsweredCall] | None = None
 
 
-class ToolMessage(MessageForm):
+class ToolMessage(Form):
     """The result of a tool call."""
 
     role: Literal["tool"]
     tool_call_id: str
     content: str | list[TextPart] = ""
-    name: str | None = None
 
 
 AnyMessage = SystemMessage | UserMessage | AssistantMessage | ToolMessage
@@ -195,7 +154,8 @@ def read_chat(messages: Iterable[AnyMessage]) -> list[Turn]:
             reasoning = message.reasoning_content or message.reasoning or ""
             values = {"reasoning": reasoning, "calls": tuple(calls)}
         role = "system" if message.role == "developer" else message.role
-        turns.append(make_turn(role, message.content, **values))
+        content = message.content or getattr(message, "refusal", None) or ""
+        turns.append(make_turn(role, content, **values))
     return turns
 
 
@@ -238,6 +198,20 @@ class ChatTool(Form):
         return self.function.name
 
 
+class AllowedTools(Form):
+    """A choice among some of the tools."""
+
+    mode: Literal["auto", "required"]
+    tools: list[ChatTool]
+
+
+class ChatAllowedTools(Form):
+    """The `tool_choice` of a chat for a choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 def choose_tools(tools: Iterable[dict[str, Any]], choice: Any) -> dict[str, Any]:
     """Return `tools` and `must_call` of a `Prompt`, as a dict.
 
@@ -245,34 +219,35 @@ def choose_tools(tools: Iterable[dict[str, Any]], choice: Any) -> dict[str, Any]
     ----------
     tools : iterable of dict
         The tools in the format of chats.
-    choice : {"none", "auto", "required"} or object with a `name`, optional
+    choice : {"none", "auto", "required"}, or object with a `name` or with `tools`, optional
         "none": no tool may be called; "auto" (the default): the model decides; "required": one must
-        be called; an object: the tool with its `name` must be called.
+        be called; an object: the tool with its `name` must be called, or its `mode` holds for its
+        `tools`.
 
     Raises
     ------
     HttpError
         If a tool must be called that is not in `tools`.
     """
-    name = None if isinstance(choice, str | None) else choice.name
-    must_call = choice == "required" or name is not None
-    offered = [] if choice == "none" else list(tools)
-    names = [tool["function"]["name"] for tool in offered]
-    if (must_call and not names) or name not in (None, *names):
-        text = f"tool_choice is not in tools; available: {', '.join(names) or 'none'}"
+    offered = {tool["function"]["name"]: tool for tool in tools}
+    mode = getattr(choice, "mode", choice)
+    allowed = [*offered] if mode != "none" else []
+    if not isinstance(choice, str | None):
+        allowed = [tool.name for tool in getattr(choice, "tools", (choice,))]
+    must_call = mode not in (None, "none", "auto")
+    if (must_call and not allowed) or not offered.keys() >= {*allowed}:
+        text = f"tool_choice is not in tools; available: {', '.join(offered) or 'none'}"
         raise HttpError(400, text, param="tool_choice")
-    usable = [tool for tool in offered if name in (None, tool["function"]["name"])]
-    return {"tools": usable, "must_call": must_call}
+    return {"tools": [offered[name] for name in offered if name in allowed], "must_call": must_call}
 
 
 # ── chats and completions ──
 
 
 class StreamOptions(Form):
-    """The options of a stream; `include_obfuscation` has no effect."""
+    """The options of a stream."""
 
     include_usage: bool = False
-    include_obfuscation: bool = False
 
 
 class ResponseFormat(Form):
@@ -290,6 +265,8 @@ class OpenAIRequest(AnswerRequest):
     stream_options: StreamOptions = StreamOptions()
     n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] = 1
     stop: Annotated[StopText, AfterValidator(lambda text: (text,))] | StopTexts | None = None
+    stop_ids: Annotated[StopIds | None, Field(alias="stop_token_ids")] = None
+    skip_special_tokens: bool | None = None
     seed: (
         Annotated[int, Field(ge=-(2**63), lt=2**63), AfterValidator(lambda seed: seed % 2**63)]
         | None
@@ -305,7 +282,6 @@ class OpenAIRequest(AnswerRequest):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool = False  # for load generators, which need answers of a fixed length
     response_format: ResponseFormat | None = None
-    user: str | None = None
 
     def params(self) -> dict[str, Any]:
         """See `AnswerRequest`."""
@@ -321,19 +297,16 @@ class OpenAIRequest(AnswerRequest):
         return super().params() | drop_none(values)
 
 
-class ChatCompletionRequest(OpenAIRequest, IgnoredFields):
+class ChatCompletionRequest(OpenAIRequest, PromptFields):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[RequestMessage], Field(min_length=1)]
     logprobs: bool = False
     top_logprobs: TopLogprobs | None = None
     tools: list[ChatTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChatTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChatTool | ChatAllowedTools | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
-    prediction: dict[str, Any] | None = None  # ignored: would only speed up generation
-    reasoning_effort: str | None = None  # ignored: the model decides
-    verbosity: Literal["medium"] | None = None
 
     def params(self) -> dict[str, Any]:
         """See `AnswerRequest`."""
@@ -348,7 +321,8 @@ class ChatCompletionRequest(OpenAIRequest, IgnoredFields):
         return Prompt(
             messages=read_chat(self.messages),
             parallel_tool_calls=self.parallel_tool_calls is not False,
-            **choose_tools(tools, self.tool_choice),
+            settings=self.prompt_settings(),
+            **choose_tools(tools, getattr(self.tool_choice, "allowed_tools", self.tool_choice)),
         )
 
 
@@ -358,17 +332,21 @@ class CompletionRequest(OpenAIRequest):
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     echo: bool = False
     logprobs: TopLogprobs | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
 
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        """True if the log-probabilities of the prompt's tokens are requested."""
+        return self.echo and self.logprobs is not None
+
     def params(self) -> dict[str, Any]:
         """See `AnswerRequest`."""
-        if self.echo and self.logprobs is not None:
-            raise HttpError(
-                400,
-                "log probabilities of prompt tokens aren't supported: remove echo or logprobs",
-                param="logprobs",
-            )
+        if not self.has_prompt_logprobs and self.max_tokens == 0:
+            raise HttpError(400, "max_tokens 0 needs echo and logprobs", param="max_tokens")
+        if self.has_prompt_logprobs and self.max_tokens is None:
+            raise HttpError(400, "echo with logprobs needs max_tokens", param="max_tokens")
         return super().params() | drop_none({"logprobs": self.logprobs})
 
     def to_prompts(self) -> list[Prompt]:
@@ -376,8 +354,8 @@ class CompletionRequest(OpenAIRequest):
         value: Any = self.prompt
         is_single = isinstance(value, str) or (value and isinstance(value[0], int))
         several = [value] if is_single else value
-        if not all(several) or not 0 < len(several) <= _MOST_CHOICES:
-            text = f"1 to {_MOST_CHOICES} prompts can be given, none empty"
+        if not all(several) or not 0 < len(several) <= _MOST_PROMPTS:
+            text = f"1 to {_MOST_PROMPTS} prompts can be given, none empty"
             raise HttpError(400, text, param="prompt")
         return [
             Prompt(field="prompt", **{"text" if isinstance(prompt, str) else "tokens": prompt})
@@ -385,7 +363,7 @@ class CompletionRequest(OpenAIRequest):
         ]
 
 
-class TokenizeRequest(Form):
+class TokenizeRequest(PromptFields):
     """``POST /tokenize``: a text, or a chat."""
 
     model: str = ""
@@ -400,7 +378,8 @@ class TokenizeRequest(Form):
         if self.messages is None:
             return Prompt(text=self.prompt, field="prompt")
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-        return Prompt(messages=read_chat(self.messages), tools=tools)
+        settings = self.prompt_settings()
+        return Prompt(messages=read_chat(self.messages), tools=tools, settings=settings)
 
 
 class DetokenizeRequest(Form):

@@ -52,8 +52,6 @@ class ResponseAnswer(BlocksAnswer):
             "usage": None,
             "background": False,
             "previous_response_id": None,
-            # The request's `reasoning` has no effect, so it isn't repeated.
-            "reasoning": {"effort": None, "summary": None},
             "service_tier": "default",
             "store": False,
             "truncation": "disabled",

@@ -14,17 +14,15 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, Discriminator, Field, Tag, field_validator
 
+from .forms import Form, PromptFields, drop_none
 from .messages import Prompt, Turn
 from .requests import (
     AnswerRequest,
     Count,
-    Form,
     Function,
-    IgnoredFields,
     RefusalPart,
     TopLogprobs,
     choose_tools,
-    drop_none,
     make_turn,
 )
 from .response_answer import ResponseAnswer
@@ -53,7 +51,6 @@ class InputImage(Form):
 
     type: Literal["input_image"]
     url: Annotated[str, Field(alias="image_url")]
-    detail: Literal["auto", "low", "high"] | None = None
 
 
 Part = Annotated[InputText | RefusalPart | InputImage, Field(discriminator="type")]
@@ -105,7 +102,6 @@ class InputReasoning(InputItem):
     type: Literal["reasoning"]
     summary: list[ReasoningText] | None = None
     content: list[ReasoningText] | None = None
-    encrypted_content: None = None
 
     @property
     def texts(self) -> Sequence[ReasoningText]:
@@ -134,6 +130,14 @@ class FunctionTool(Function):
     type: Literal["function"]
 
 
+class ResponseAllowedTools(Form):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[FunctionTool]
+
+
 class TextFormat(Form):
     """The format "any text", or "any JSON object"."""
 
@@ -154,10 +158,9 @@ class TextConfig(Form):
     """The format of the answer's text."""
 
     format: Annotated[TextFormat | ResponseSchemaFormat, Field(discriminator="type")] | None = None
-    verbosity: Literal["medium"] | None = None
 
 
-class ResponsesRequest(AnswerRequest, IgnoredFields):
+class ResponsesRequest(AnswerRequest, PromptFields):
     """``POST /v1/responses``."""
 
     input: str | Annotated[list[Item], Field(min_length=1)]
@@ -167,12 +170,15 @@ class ResponsesRequest(AnswerRequest, IgnoredFields):
     top_logprobs: TopLogprobs | None = None
     text: TextConfig | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionTool | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"] | FunctionTool | ResponseAllowedTools | None
+    ) = None
     parallel_tool_calls: bool | None = None
-    reasoning: dict[str, Any] | None = None  # ignored: the model decides
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
-        None
-    )
+    include: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     previous_response_id: None = None
@@ -208,6 +214,7 @@ class ResponsesRequest(AnswerRequest, IgnoredFields):
             messages=[*(instructions if self.instructions else ()), *read_turns(self.input)],
             field="input",
             parallel_tool_calls=self.parallel_tool_calls is not False,
+            settings=self.prompt_settings(),
             **choose_tools([tool.to_chat_tool() for tool in self.tools or ()], self.tool_choice),
         )
 
@@ -217,6 +224,7 @@ class ResponsesRequest(AnswerRequest, IgnoredFields):
         return {name: values[name] for name in _ECHOED_FIELDS} | {
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "reasoning": {"effort": self.prompt_settings().effort, "summary": None},
             "text": {"format": {"type": "text"}} if self.text is None else _dump(self.text),
             "tool_choice": _dump(self.tool_choice or "auto"),
             "tools": [

@@ -18,11 +18,12 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from .answers import Answer, Piece
 from .errors import HttpError
-from .messages import Events, Prompt
+from .messages import Event, Events, Prompt
 from .requests import AnswerRequest
 from .service import CLOSED, Service
 
 Pieces = AsyncGenerator[Piece, None]
+_MOST_AHEAD = 64
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -58,15 +59,17 @@ async def _exhaust(pieces: Pieces) -> None:
 async def _generate_pieces(answer: Answer, sources: Sequence[Events]) -> Pieces:
     """Pass the events of each prompt in `sources` to the answer, in order; yield the pieces.
 
-    Waits for the first event of every source before it yields the first piece, so that a refusal by
-    the engine is raised before the HTTP status is sent.
+    Waits for the first event of the first sources before it yields the first piece, so that a
+    refusal by the engine is raised before the HTTP status is sent. At most `_MOST_AHEAD` sources
+    run at the same time.
     """
+    first_events: list[Event] = []
     async with AsyncExitStack() as stack:
-        for events in sources:
-            await stack.enter_async_context(aclosing(events))
-        first_events = [await anext(events) for events in sources]
-        for number, (first_event, events) in enumerate(zip(first_events, sources, strict=True)):
-            for piece in chain(answer.begin(number), answer.take(first_event, number)):
+        for number, events in enumerate(sources):
+            for source in sources[len(first_events) : number + _MOST_AHEAD]:
+                await stack.enter_async_context(aclosing(source))
+                first_events.append(await anext(source))
+            for piece in chain(answer.begin(number), answer.take(first_events[number], number)):
                 yield piece
             async for event in events:
                 for piece in answer.take(event, number):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from duoka.base.prompt_settings import PromptSettings
 from duoka.errors import CheckpointError, UsageError
 from duoka.models.text.messages import ChatMessage, ToolCall
 from duoka.models.text.prompts import (
@@ -93,7 +94,21 @@ def test_where_the_content_of_an_answer_starts(name: str, request: pytest.Fixtur
     messages = [user("你好"), ChatMessage(role="assistant", content='{"a": 1}')]
     content = chat.tokenizer.encode('{"a": 1}', add_special_tokens=False)
     ids = chat.sample(messages, None, "user").ids
-    assert ids[:-1] == [*chat.prompt(messages[:1]), *chat.content_start, *content]
+    prompt = chat.prompt(messages[:1])
+    assert ids[:-1] == [*prompt, *chat.content_start(prompt), *content]
+
+
+@pytest.mark.parametrize("name", ["chatglm2", "chatglm3", "glm4"])
+def test_the_settings_of_a_prompt(name: str, request: pytest.FixtureRequest) -> None:
+    chat: ChatFormat = request.getfixturevalue(name)
+    messages = [user("你好"), ChatMessage(role="assistant", content="你好，")]
+    begun = chat.prompt(messages, None, PromptSettings(continues=True))
+    assert begun == chat.sample(messages, None, "user").ids[:-1]
+    plain = chat.prompt(messages[:1])  # none of them thinks
+    for settings in (PromptSettings(is_thinking=False), PromptSettings(budget_tokens=5)):
+        assert chat.prompt(messages[:1], None, settings) == plain
+    with pytest.raises(UsageError, match="no variable 'a'"):
+        chat.prompt(messages[:1], None, PromptSettings(variables={"a": 1}))
 
 
 def pieces(chat: Any, ids: list[int]) -> list[str]:

@@ -6,6 +6,7 @@
 - `prompts`: the chat formats of the ChatGLM family, and the choice of a format
 - `chat_template`: prompts by a checkpoint's template, safe against special tokens in messages
 - `image_prompts`: prompts with images, by a checkpoint's image processor
+- `reasoning`: switch a model's reasoning on and off
 - `answer_format`: the form of a model's answers, from its template and special tokens
 - `answer_reader`: parse an answer into content, reasoning and calls during generation
 - `characters`: parse fixed texts and JSON character by character

@@ -18,8 +18,9 @@ from .call_forms import LineForm, MistralForm, ObjectForm, PairForm, ParameterFo
 from .call_grammars import ForcedCall, force_call
 from .messages import TOOL_NAME, Tool, tool_function
 
-_TAGS = (Tags("<think>", "</think>"), Tags("[THINK]", "[/THINK]"))
-_NUM_LAST = 8  # number of last tokens of a prompt that are searched for the begin of reasoning
+_TAGS = [Tags(f"<{name}>", f"</{name}>") for name in ("think", "seed:think")]
+_TAGS.append(Tags("[THINK]", "[/THINK]"))
+NUM_LAST = 8  # number of last tokens of a prompt that are searched for the begin of reasoning
 # A text in the template, and the form of calls that it indicates; the first match counts.
 _FORMS: tuple[tuple[str, CallForm], ...] = (
     ("<arg_key>", PairForm()),
@@ -55,10 +56,9 @@ class AnswerFormat:
         form = next((form for mark, form in _FORMS if mark in template), None)
         if form is None and "<|python_tag|>" in added and '"parameters"' in template:
             form = ObjectForm()
-        reasoning = next(
-            (tags for tags in _TAGS if tags.end in template or {*tags} <= added.keys()), None
-        )
-        return cls(tokenizer, form, reasoning)
+        tags = [pair for pair in _TAGS if pair.end in template]
+        tags += [pair for pair in _TAGS if {*pair} <= added.keys()]
+        return cls(tokenizer, form, next(iter(tags), None))
 
     @property
     def kept_ids(self) -> tuple[int, ...]:
@@ -110,7 +110,7 @@ class AnswerFormat:
         """Return True if the answer to a prompt begins within reasoning."""
         if self.reasoning is None:
             return False
-        end = str(self.tokenizer.decode(list(prompt[-_NUM_LAST:]), skip_special_tokens=False))
+        end = str(self.tokenizer.decode(list(prompt[-NUM_LAST:]), skip_special_tokens=False))
         return end.rstrip().endswith(self.reasoning.begin)
 
     def forced_call(
@@ -142,7 +142,7 @@ def tool_schemas(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
     for function in map(tool_function, tools):
         name = function["name"]
         if not TOOL_NAME.fullmatch(name):
-            hint = "use at most 128 letters, digits, _, - and ., starting with a letter or _"
+            hint = "use at most 128 letters, digits, _, - and ., not starting with ."
             raise UsageError(f"{name[:80]!r} is not a valid tool name", hint=hint)
         schemas[name] = function.get("parameters") or {}
     return schemas

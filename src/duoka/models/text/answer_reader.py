@@ -180,7 +180,7 @@ class AnswerReader(CallReader):
         self._reasoning = reasoning
         self._is_reasoning = is_reasoning
         self._is_forced, self._is_parallel, self._is_cut = is_forced, is_parallel, False
-        self._keeps_space = keeps_space
+        self.keeps_space = keeps_space
         self._space: list[str] = []
         self._has_text = False
         self._first_characters = _match_first(())
@@ -306,7 +306,7 @@ class AnswerReader(CallReader):
 
     def _emit(self, text: str, kind: PartKind = "content") -> None:
         """Add text, without white space at both ends of the whole content or reasoning."""
-        if self._keeps_space:
+        if self.keeps_space:
             if text:
                 self.add(kind, text)
             return

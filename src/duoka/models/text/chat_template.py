@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateSyntaxError
@@ -31,7 +31,8 @@ from .tokenizer import special_id
 
 _MOST_CHARACTERS = 1 << 24  # of a rendered chat; four times a million tokens of text
 _MOST_WHY_CHARACTERS = 500
-_GENERATION = re.compile(r"\{%-?\s*generation\b")
+GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
+"""The tags of a template around what is trained."""
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -46,7 +47,7 @@ def encode_answer(
     begin with the prompt, or the template drops a part of the answer.
     """
     question = encode_chat(tokenizer, messages[:-1], tools)
-    chat = encode_chat(tokenizer, messages, tools, is_prompt=False)
+    chat = encode_chat(tokenizer, messages, tools, rendering=Rendering(is_prompt=False))
     answer = chat.text.removeprefix(question.text)
     is_changed = answer == chat.text or _drop_space(messages[-1].content) not in _drop_space(answer)
     if is_changed:
@@ -85,8 +86,8 @@ def _mask_of_template(
 
     Raises UsageError if transformers encodes the chat to other ids than `ids`.
     """
-    template = _template(tokenizer, has_tools=bool(tools))
-    if not _GENERATION.search(template):
+    template = find_template(tokenizer, has_tools=bool(tools))
+    if not GENERATION.search(template):
         return None
     apply: Any = tokenizer.apply_chat_template
     encoded = apply(
@@ -99,6 +100,31 @@ def _mask_of_template(
     if list(encoded["input_ids"]) != list(ids):
         raise _imitation_error()
     return [bool(mark) for mark in encoded["assistant_masks"]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendering:
+    """Options of rendering a chat.
+
+    Parameters
+    ----------
+    is_prompt : bool
+        Append the beginning of an answer.
+    continues : bool
+        End after the content of the last message, which the answer continues.
+    variables : mapping
+        Variables of the template.
+    end : callable
+        Returns a text to append to a rendered prompt.
+    """
+
+    is_prompt: bool = True
+    continues: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    end: Callable[[str], str] = lambda _: ""
+
+
+_PROMPT = Rendering()
 
 
 class EncodedChat(NamedTuple):
@@ -114,12 +140,12 @@ def encode_chat(
     tools: Tools,
     *,
     images: PromptImages | None = None,
-    is_prompt: bool = True,
+    rendering: Rendering = _PROMPT,
 ) -> EncodedChat:
     """Render messages by the chat template and encode the text.
 
-    With `is_prompt` the beginning of an answer is added. Raises UsageError if special tokens in a
-    message can't be distinguished from those of the template.
+    Raises UsageError if special tokens in a message can't be distinguished from those of the
+    template.
     """
     special = _Special(tokenizer)
     calls = [call for message in messages for call in message.calls]
@@ -128,14 +154,15 @@ def encode_chat(
     # Templates write tools and calls in many ways, so special tokens are refused there.
     special.refuse(list(tools or ()), "a tool's description")
     special.refuse([[call.name, call.arguments] for call in calls], "a tool call")
+    special.refuse(dict(rendering.variables), "chat_template_kwargs")
     contents = [message.content for message in messages]
     marks = _Marks(messages)
     images_shown = images_of(messages)
     # Both strings come from one call, so that a template that writes the date writes the same date.
-    text, marked = _render(tokenizer, messages, marks, tools, is_prompt=is_prompt)
+    text, marked = _render(tokenizer, messages, marks, tools, rendering)
     # Some templates need contents as lists of parts; other templates would print lists as Python.
     if images_shown or (contents[-1] and marks.contents[-1] not in marked):
-        in_parts = _render(tokenizer, messages, marks, tools, is_prompt=is_prompt, in_parts=True)
+        in_parts = _render(tokenizer, messages, marks, tools, rendering, in_parts=True)
         if str(_parts(marks.messages[-1])) not in in_parts[1]:
             text, marked = in_parts
     is_imitated = special.is_imitated(contents, text, marked)
@@ -145,7 +172,7 @@ def encode_chat(
             raise _imitation_error()
         return EncodedChat(text, images.prompt(text, images_shown))
     if not is_imitated:
-        return EncodedChat(text, _ids(tokenizer, text))
+        return EncodedChat(text, list(trusted_ids(tokenizer, text)))
     # The template may write contents unchanged or stripped. If it changes contents in another way,
     # the marks don't tell where a content stands.
     for written in (contents, [content.strip() for content in contents]):
@@ -155,9 +182,8 @@ def encode_chat(
         raise _imitation_error()
     # For harmless contents encoding in parts must equal encoding at once, or parts can't be used.
     harmless = [f"x{special.without(content)}x" for content in written]
-    if special.ids_in_parts(marked, marks, harmless) != _ids(
-        tokenizer, marks.fill(marked, harmless)
-    ):
+    ids = special.ids_in_parts(marked, marks, harmless)
+    if tuple(ids) != trusted_ids(tokenizer, marks.fill(marked, harmless)):
         raise _imitation_error()
     return EncodedChat(text, special.ids_in_parts(marked, marks, written))
 
@@ -270,20 +296,22 @@ def _render(
     messages: Messages,
     marks: _Marks,
     tools: Tools,
+    rendering: Rendering,
     *,
-    is_prompt: bool,
     in_parts: bool = False,
 ) -> list[str]:
     """Render the messages, and the messages with marks, by transformers in Jinja's sandbox."""
     render: Any = tokenizer.apply_chat_template
-    template = _template(tokenizer, has_tools=bool(tools))
+    template = find_template(tokenizer, has_tools=bool(tools))
     try:
         texts: list[str] = render(
             [_conversation(chat, in_parts=in_parts) for chat in (messages, marks.messages)],
             tools=[dict(tool) for tool in tools] if tools else None,
             chat_template=template,
-            add_generation_prompt=is_prompt,
+            add_generation_prompt=rendering.is_prompt and not rendering.continues,
+            continue_final_message=rendering.continues,
             tokenize=False,
+            **rendering.variables,
         )
     except (TemplateSyntaxError, SyntaxError, MemoryError, RecursionError) as error:
         raise CheckpointError(f"the model's chat template is damaged: {_why(error)}") from error
@@ -301,7 +329,7 @@ def _render(
     # Some templates write no calls, or only the first one.
     if any(name not in texts[1] for name in marks.names):
         raise UsageError("the model's chat template drops tool calls")
-    return texts
+    return [text + rendering.end(texts[1]) for text in texts]
 
 
 def _conversation(messages: Messages, *, in_parts: bool = False) -> list[dict[str, Any]]:
@@ -337,8 +365,10 @@ def _parts(message: ChatMessage) -> list[dict[str, str]]:
     return [*images, {"type": "text", "text": message.content}]
 
 
-def _template(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool) -> str:
-    """Return the tokenizer's template; raise CheckpointError for a missing template."""
+def find_template(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool) -> str:
+    """Return the template, empty if there is none; CheckpointError if none is usable."""
+    if tokenizer.chat_template is None:
+        return ""
     try:
         return tokenizer.get_chat_template(tools=[{}] if has_tools else None)
     except ValueError as error:
@@ -350,10 +380,9 @@ def _why(error: BaseException) -> str:
     return (str(error) or type(error).__name__)[:_MOST_WHY_CHARACTERS]
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def trusted_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     """Encode trusted text; special tokens in the text become special tokens."""
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False)
-    return ids
+    return tuple(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False))
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -25,7 +25,7 @@ Tool = Mapping[str, Any]
 """A function as JSON schema: name, description, parameters; plain, or under OpenAI's "function"."""
 _MAX_CHARACTERS = 1 << 16
 _SHOWN = 80
-TOOL_NAME = re.compile(r"[A-Za-z_][\w.-]{0,127}", re.ASCII)
+TOOL_NAME = re.compile(r"[\w-][\w.-]{0,127}", re.ASCII)
 _FENCED = re.compile(r"\s*```[a-z]*\n(?P<code>.*?)\n?```\s*", re.DOTALL)
 
 
@@ -131,14 +131,20 @@ def read_tool_call(call: Any) -> ToolCall:
     return ToolCall(name=name, arguments=arguments, id=str(call.get("id") or ""))
 
 
-def last_is_answerable(messages: Messages, *, takes_images: bool = False) -> None:
-    """Raise UsageError unless the assistant can answer the last message."""
+def last_is_answerable(
+    messages: Messages, *, takes_images: bool = False, continues: bool = False
+) -> None:
+    """Raise UsageError unless the assistant can answer the last message, or continue it."""
     if not takes_images and any(message.images for message in messages):
         raise UsageError("this model takes no images", hint="omit the images")
     if not messages:
         raise UsageError("there are no messages")
-    if messages[-1].role == "assistant":
-        raise UsageError("the last message is the assistant's own")
+    is_own = messages[-1].role == "assistant"
+    if continues and (not is_own or messages[-1].calls):
+        raise UsageError("only a message of the assistant without tool calls can be continued")
+    if is_own and not continues:
+        hint = "end the chat with the user's message; in a request, set continue_final_message"
+        raise UsageError("the last message is the assistant's own", hint=hint)
 
 
 def tool_function(tool: Tool) -> Mapping[str, Any]:

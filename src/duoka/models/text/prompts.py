@@ -23,11 +23,12 @@ from typing import Any, ClassVar, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from duoka.base.prompt_settings import PromptSettings
 from duoka.errors import CheckpointError, UsageError
 
 from .answer_format import AnswerFormat
 from .call_forms import LineForm
-from .chat_template import encode_answer, encode_chat, text_ids
+from .chat_template import Rendering, encode_answer, encode_chat, text_ids
 from .image_prompts import ImageFormat, ImagePrompt, PromptImages, SquareImages, images_of
 from .messages import (
     ChatMessage,
@@ -41,7 +42,10 @@ from .messages import (
     write_json_call,
     write_python_call,
 )
+from .reasoning import ReasoningSwitch
 from .tokenizer import special_id
+
+_DEFAULTS = PromptSettings()
 
 
 class TrainingSample(NamedTuple):
@@ -66,25 +70,40 @@ class ChatFormat(ABC):
     ) -> None:
         self.tokenizer = tokenizer
         self.images = images
+        # `split_special_tokens` changes a state of the tokenizer, so calls must not overlap.
+        self._lock = threading.Lock()
 
     @property
     @abstractmethod
     def stop_ids(self) -> tuple[int, ...]:
         """The ids of tokens at the end of an answer."""
 
-    @property
-    def content_start(self) -> tuple[int, ...]:
-        """The ids between a prompt and the content of its answer."""
-        return ()
+    def content_start(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        """Return the ids between a prompt and the content of its answer."""
+        return self.reasoning.end_ids(prompt)
 
     @cached_property
     def answers(self) -> AnswerFormat:
         """The form of the answers: content, reasoning and calls."""
         return AnswerFormat(self.tokenizer, None, None)
 
-    @abstractmethod
-    def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
+    @cached_property
+    def reasoning(self) -> ReasoningSwitch:
+        """The switch of the model's reasoning."""
+        return ReasoningSwitch(self.tokenizer, self.answers.reasoning, self._lock)
+
+    def prompt(
+        self, messages: Messages, tools: Tools = None, settings: PromptSettings = _DEFAULTS
+    ) -> list[int]:
         """Return the ids of a prompt; if messages have images, an `ImagePrompt`."""
+        takes_images = self.images is not None
+        last_is_answerable(messages, takes_images=takes_images, continues=settings.continues)
+        rendering = self.reasoning.rendering(settings, has_tools=bool(tools))
+        return self._encode(messages, tools, rendering)
+
+    @abstractmethod
+    def _encode(self, messages: Messages, tools: Tools, rendering: Rendering) -> list[int]:
+        """Encode a prompt that has been checked; see `prompt`."""
 
     @abstractmethod
     def sample(self, messages: Messages, tools: Tools, next_role: Role) -> TrainingSample:
@@ -160,15 +179,15 @@ class _RoleFormat(ChatFormat):
         names = (self._end, "<|user|>", "<|observation|>")
         return tuple(special_id(self.tokenizer, name) for name in names)
 
-    @property
-    def content_start(self) -> tuple[int, ...]:
-        """The empty line of metadata of an answer without a call."""
+    def content_start(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        """Return the empty line of metadata of an answer without a call."""
         return tuple(text_ids(self.tokenizer, "\n"))
 
-    def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
+    def _encode(self, messages: Messages, tools: Tools, rendering: Rendering) -> list[int]:
         """See `ChatFormat`."""
-        last_is_answerable(messages, takes_images=self.images is not None)
-        ids = [*self.written(messages, tools), special_id(self.tokenizer, "<|assistant|>")]
+        ids = self.written(messages, tools)
+        if not rendering.continues:
+            ids.append(special_id(self.tokenizer, "<|assistant|>"))
         images = images_of(messages)
         if self.images is None or not images:
             return ids
@@ -262,9 +281,11 @@ class ChatGLM2Format(ChatFormat):
         end = self.tokenizer.eos_token_id
         return (end,) if isinstance(end, int) else ()
 
-    def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
+    def _encode(self, messages: Messages, tools: Tools, rendering: Rendering) -> list[int]:
         """See `ChatFormat`. The system message comes before the first round."""
-        last_is_answerable(messages)
+        if rendering.continues:
+            question = self.written(messages[:-1], tools, "\n\n答：")
+            return [*question, *text_ids(self.tokenizer, messages[-1].content)]
         return self.written(messages, tools, "\n\n答：")
 
     def written(self, messages: Messages, tools: Tools = None, end: str = "") -> list[int]:
@@ -313,20 +334,19 @@ class TemplateFormat(ChatFormat):
     ) -> None:
         super().__init__(tokenizer, images)
         self.stop_ids = stop_ids
-        # `split_special_tokens` changes a state of the tokenizer, so calls must not overlap.
-        self._lock = threading.Lock()
 
     @cached_property
     def answers(self) -> AnswerFormat:
         """See `ChatFormat`."""
         return AnswerFormat.of_template(self.tokenizer)
 
-    def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
+    def _encode(self, messages: Messages, tools: Tools, rendering: Rendering) -> list[int]:
         """See `ChatFormat`. Without a template the texts of messages are joined by newlines."""
-        last_is_answerable(messages, takes_images=self.images is not None)
         if self.tokenizer.chat_template is not None:
             with self._lock:
-                return encode_chat(self.tokenizer, messages, tools, images=self.images).ids
+                return encode_chat(
+                    self.tokenizer, messages, tools, images=self.images, rendering=rendering
+                ).ids
         if images_of(messages):
             raise UsageError("this model has no chat template, so images aren't supported")
         if tools:
