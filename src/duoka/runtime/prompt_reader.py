@@ -16,6 +16,7 @@ from duoka.models.from_checkpoint import tokenizer_of
 from duoka.models.text.image_prompts import ImagePrompt
 from duoka.models.text.messages import ChatMessage
 from duoka.models.text.prompts import ChatFormat, chat_format
+from duoka.models.text.tokenizer import encode
 
 
 class PromptTooLong(UsageError):
@@ -64,8 +65,7 @@ class PromptReader:
 
     def plain(self, text: str) -> list[int]:
         """Return the token ids of a text to continue; special tokens in it are plain text."""
-        ids: list[int] = self.tokenizer.encode(text, split_special_tokens=True)
-        return ids
+        return encode(self.tokenizer, text, splits=True, adds=True)
 
     def check_images(self, images: Sequence[Image]) -> None:
         """Raise UsageError for more or larger images in a prompt than planned."""

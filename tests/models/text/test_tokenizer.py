@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from duoka.checkpoint import tokenizer_files, vocabulary
 from duoka.errors import CheckpointError
-from duoka.models.text.tokenizer import load_tokenizer, special_id
+from duoka.models.text.tokenizer import encode, load_tokenizer, special_id
 
 TEXTS = [
     "", " ", "  two  spaces  ", "\n\n\t tabs\r\n", "你好，世界！",
@@ -251,3 +253,23 @@ def test_a_directory_without_a_tokenizer(model_type: str, tmp_path: Path) -> Non
         with pytest.raises(CheckpointError, match="has no tokenizer") as caught:
             load_tokenizer(directory, {"model_type": model_type})
         assert caught.value.hint
+
+
+def test_two_threads_never_encode_at_once() -> None:
+    """Whether special tokens are split is a state of the tokenizer, set by each call."""
+
+    class Slow:
+        splits: bool
+
+        def encode(
+            self, text: str, *, add_special_tokens: bool, split_special_tokens: bool
+        ) -> list[int]:
+            self.splits = split_special_tokens
+            time.sleep(0.02)
+            return [int(self.splits)]
+
+    tokenizer: Any = Slow()
+    with ThreadPoolExecutor(8) as pool:
+        asked = [number % 2 == 0 for number in range(8)]
+        answers = pool.map(lambda splits: encode(tokenizer, "a", splits=splits), asked)
+        assert [bool(ids[0]) for ids in answers] == asked

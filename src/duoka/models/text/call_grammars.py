@@ -18,6 +18,7 @@ from duoka.errors import UsageError
 from .answer_reader import CallForm
 from .call_forms import LineForm, MistralForm, ObjectForm, TaggedForm
 from .messages import Tool, tool_function
+from .tokenizer import encode
 
 JSON_OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,20}"}
 """Options of llguidance for JSON: between two JSON tokens a model may write a space, or a newline
@@ -83,7 +84,7 @@ def force_call(
     # call_0: "{\"name\": \"get\", \"arguments\": " %json {…} "}"
     written = _find_texts(form, functions)
     prompt = before + written.prompt
-    ids = tokenizer.encode(prompt, add_special_tokens=False, split_special_tokens=False)
+    ids = encode(tokenizer, prompt, splits=False)
     if written.mark and parallel:
         start = f"start: {_text(written.before)} call ({_text(written.mark)} call)* "
     else:

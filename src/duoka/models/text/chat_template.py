@@ -27,7 +27,7 @@ from duoka.errors import CheckpointError, UsageError
 
 from .image_prompts import PromptImages, images_of
 from .messages import ChatMessage, Messages, Tools, tool_function
-from .tokenizer import special_id
+from .tokenizer import encode, special_id
 
 _MOST_CHARACTERS = 1 << 24  # of a rendered chat; four times a million tokens of text
 _MOST_WHY_CHARACTERS = 500
@@ -382,10 +382,9 @@ def _why(error: BaseException) -> str:
 
 def trusted_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     """Encode trusted text; special tokens in the text become special tokens."""
-    return tuple(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False))
+    return tuple(encode(tokenizer, text, splits=False))
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Encode untrusted text; special tokens in the text are encoded as text."""
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-    return ids
+    return encode(tokenizer, text, splits=True)

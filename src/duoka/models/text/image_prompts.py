@@ -24,7 +24,7 @@ from duoka.errors import CheckpointError, UsageError
 
 from ..glm4v import GLM4VConfig
 from .messages import Messages
-from .tokenizer import first_line
+from .tokenizer import ENCODING, first_line
 
 _PROCESSORS: dict[str, str] = processing_auto.PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
 _SETTINGS = ("processor_config.json", "preprocessor_config.json")
@@ -105,7 +105,7 @@ class ImageFormat:
     def _process(self, processor: Any, **inputs: Any) -> dict[str, Tensor]:
         """Call a processor and return its tensors; raise UsageError for rejected images."""
         try:
-            with warnings.catch_warnings():
+            with ENCODING, warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # transformers' own about NumPy
                 batch: Mapping[str, Any] = processor(**inputs, return_tensors="pt")
         except Exception as error:  # the checkpoint's settings can make it raise anything

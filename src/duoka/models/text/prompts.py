@@ -13,7 +13,6 @@ models have a chat template; see `chat_template`.
 from __future__ import annotations
 
 import json
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -43,7 +42,7 @@ from .messages import (
     write_python_call,
 )
 from .reasoning import ReasoningSwitch
-from .tokenizer import special_id
+from .tokenizer import encode, special_id
 
 _DEFAULTS = PromptSettings()
 
@@ -70,8 +69,6 @@ class ChatFormat(ABC):
     ) -> None:
         self.tokenizer = tokenizer
         self.images = images
-        # `split_special_tokens` changes a state of the tokenizer, so calls must not overlap.
-        self._lock = threading.Lock()
 
     @property
     @abstractmethod
@@ -90,7 +87,7 @@ class ChatFormat(ABC):
     @cached_property
     def reasoning(self) -> ReasoningSwitch:
         """The switch of the model's reasoning."""
-        return ReasoningSwitch(self.tokenizer, self.answers.reasoning, self._lock)
+        return ReasoningSwitch(self.tokenizer, self.answers.reasoning)
 
     def prompt(
         self, messages: Messages, tools: Tools = None, settings: PromptSettings = _DEFAULTS
@@ -343,18 +340,15 @@ class TemplateFormat(ChatFormat):
     def _encode(self, messages: Messages, tools: Tools, rendering: Rendering) -> list[int]:
         """See `ChatFormat`. Without a template the texts of messages are joined by newlines."""
         if self.tokenizer.chat_template is not None:
-            with self._lock:
-                return encode_chat(
-                    self.tokenizer, messages, tools, images=self.images, rendering=rendering
-                ).ids
+            return encode_chat(
+                self.tokenizer, messages, tools, images=self.images, rendering=rendering
+            ).ids
         if images_of(messages):
             raise UsageError("this model has no chat template, so images aren't supported")
         if tools:
             raise UsageError("this model has no chat template, so tools aren't supported")
         text = "\n".join(message.content for message in messages)
-        with self._lock:
-            ids: list[int] = self.tokenizer.encode(text, split_special_tokens=True)
-        return ids
+        return encode(self.tokenizer, text, splits=True, adds=True)
 
     def sample(self, messages: Messages, tools: Tools, next_role: Role) -> TrainingSample:
         """See `ChatFormat`, and `encode_answer`."""
@@ -363,8 +357,7 @@ class TemplateFormat(ChatFormat):
                 "this model has no chat template, so it can't be trained on chats",
                 hint="train it on texts, or on prompts and completions; or use its chat model",
             )
-        with self._lock:
-            return TrainingSample(*encode_answer(self.tokenizer, messages, tools, self.stop_ids))
+        return TrainingSample(*encode_answer(self.tokenizer, messages, tools, self.stop_ids))
 
 
 def has_template(chat: ChatFormat) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -63,14 +62,10 @@ class ReasoningBudget(NamedTuple):
 
 @dataclass(frozen=True)
 class ReasoningSwitch:
-    """Applies the settings of prompts to a model.
-
-    `tags` are those around its reasoning; `lock` is held while the tokenizer encodes.
-    """
+    """Applies the settings of prompts to a model; `tags` are those around its reasoning."""
 
     tokenizer: PreTrainedTokenizerBase
     tags: Tags | None
-    lock: threading.Lock
 
     def rendering(self, settings: PromptSettings, *, has_tools: bool) -> Rendering:
         """Return the variables of the template, and the end of the prompt.
@@ -106,20 +101,15 @@ class ReasoningSwitch:
     def end_ids(self, prompt: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens that end the reasoning that a prompt has begun, if it has."""
         text = self.tokenizer.decode(list(prompt[-NUM_LAST:]), skip_special_tokens=False)
-        return self._encode(self._close(str(text), adds_block=False))
+        return trusted_ids(self.tokenizer, self._close(str(text), adds_block=False))
 
     def budget(self, settings: PromptSettings, prompt: Sequence[int]) -> ReasoningBudget | None:
         """Return the limit of the reasoning in the answer to a prompt; None without one."""
         if not settings.budget_tokens or self.tags is None:
             return None
-        closing_ids = self._encode(self.tags.end + self._spaces[2])
+        closing_ids = trusted_ids(self.tokenizer, self.tags.end + self._spaces[2])
         is_open = bool(self.end_ids(prompt))
         return ReasoningBudget(settings.budget_tokens, self.tags, closing_ids, is_open)
-
-    def _encode(self, text: str) -> tuple[int, ...]:
-        """Encode text with tags."""
-        with self.lock:
-            return trusted_ids(self.tokenizer, text)
 
     def _close(self, text: str, *, adds_block: bool) -> str:
         """Return the text that ends the reasoning of a prompt; an empty block if none has begun."""

@@ -7,6 +7,7 @@ tokens with ``split_special_tokens=False``. `duoka.checkpoint.vocabulary` reads 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,23 @@ from duoka.checkpoint.vocabulary import SentencePieceModel, encoding_of, read_vo
 from duoka.errors import CheckpointError
 
 _MOST_TEMPLATE_BYTES = 2**20
+ENCODING = threading.RLock()
+"""Held while a tokenizer encodes: whether special tokens are split is a state of it."""
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, splits: bool, adds: bool = False
+) -> list[int]:
+    """Encode a text, in one thread at a time.
+
+    With `splits` special tokens in the text are encoded as text; with `adds` the tokenizer adds
+    its own at the ends.
+    """
+    with ENCODING:
+        ids: list[int] = tokenizer.encode(
+            text, add_special_tokens=adds, split_special_tokens=splits
+        )
+    return ids
 
 
 def load_tokenizer(
