@@ -147,7 +147,8 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
     name = _model_name(server, plans[0])
     for plan in plans:
         note(f"loading {plan.model} on {', '.join(plan.devices)}")
-    settings = [_engine_settings(plan, merged, server, options, model) for plan in plans]
+    settings = [_engine_settings(plan, server, options, model) for plan in plans]
+    settings = [replace(engine, adapter=merged) for engine in settings]
     service = Service(
         EnginePool(settings, _max_queue(server)),
         name,
@@ -158,13 +159,9 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
 
 
 def _engine_settings(
-    plan: duoka.Plan,
-    adapter: str | None,
-    server: ServeOptions,
-    options: PlanOptions,
-    model: ModelOptions,
+    plan: duoka.Plan, server: ServeOptions, options: PlanOptions, model: ModelOptions
 ) -> EngineSettings:
-    """Return the settings for starting the engine of a plan, with an adapter to merge."""
+    """Return the settings for starting the engine of a plan, without an adapter to merge."""
     from duoka.serve.messages import EngineSettings
 
     return EngineSettings(
@@ -172,7 +169,6 @@ def _engine_settings(
         max_new_tokens=options.most_new_tokens,
         trust_remote_code=model.trust_remote_code,
         is_thinking={"on": True, "off": False}.get(server.reasoning or "auto"),
-        adapter=adapter,
     )
 
 
@@ -231,7 +227,7 @@ def _serve_on_ray(
     low, high = choose_bounds(bounds, cluster.room)
     settings = ReplicaSettings(
         engines={
-            node_id: _engine_settings(plan, merged, server, options, model)
+            node_id: replace(_engine_settings(plan, server, options, model), adapter=merged)
             for node_id, plan in cluster.plans.items()
         },
         model=_model_name(server, next(iter(cluster.plans.values()))),
