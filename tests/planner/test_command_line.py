@@ -26,6 +26,7 @@ LINES = (
     "--serve --sequences 7 --cache int8 --context 2K",
     "--serve --max-batch --prefill-chunk 512",
     "--serve --cache paged --no-graphs",
+    "--serve --adapter sql=/run/sql --adapter law=/run/law",
     "--cache paged --batch 3 --context 2K",
     "--cache paged-int8 --max-batch",
     "--serve --max-context --new-tokens 100",

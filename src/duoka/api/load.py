@@ -23,8 +23,8 @@ from duoka.forecast.workload import Workload
 from duoka.hardware.host import refuse_more
 from duoka.models.chatglm import ChatGLMPreTrainedModel
 from duoka.models.chunked_loss import chunk_loss
-from duoka.models.from_checkpoint import build_model, tokenizer_of
-from duoka.models.lora import LoraAdapter, merge_adapter, native_form
+from duoka.models.from_checkpoint import tokenizer_of
+from duoka.models.lora import LoraAdapter
 from duoka.models.text.chatglm_tokenizer import ChatGLMTokenizer
 from duoka.models.trainable import known_targets
 from duoka.planner.placement import Placement
@@ -33,7 +33,7 @@ from duoka.runtime import devices
 from duoka.runtime import load as loader
 from duoka.runtime.dispatch.copies import try_copies
 from duoka.runtime.dispatch.dispatch import dispatch as spread
-from duoka.runtime.load.adapter import read_adapter
+from duoka.runtime.load.adapter import apply_adapters, build_to_serve, read_adapter
 from duoka.runtime.prepare_training import prepare_for_training
 from duoka.runtime.prompt_reader import PromptReader
 
@@ -93,6 +93,11 @@ def load(
         If the tensors in the files don't match the model; nothing stays loaded then.
     """
     outputs_stay = choose("outputs", outputs, _OUTPUTS) == "stay"
+    if plan.workload.adapters:
+        raise UsageError(
+            "the plan has adapters that requests choose, which only an engine can do",
+            hint="use duoka.Engine(plan), or plan without adapters",
+        )
     lora = None if adapter is None else read_adapter_for(plan, adapter)
     opened = OpenedModel.open(plan, trust_remote_code=trust_remote_code)
     plan = prove_here(plan, opened, download_progress)
@@ -127,7 +132,7 @@ class OpenedModel:
     @cached_property
     def model(self) -> PreTrainedModel:
         """Model on the meta device; `load_proved` takes it and loads its weights."""
-        return build_model(self.checkpoint, self._workload)
+        return build_to_serve(self.checkpoint, self._workload)
 
     @cached_property
     def reader(self) -> PromptReader:
@@ -148,8 +153,7 @@ def load_proved(
     try_copies(map(torch.device, plan.devices))  # before memory is allocated there
     say("reading the weights")
     model = _load_weights(plan, opened, progress)
-    if lora is not None:
-        merge_adapter(model, native_form(lora, opened.checkpoint.config))
+    apply_adapters(model, opened.checkpoint, plan.workload, lora)
     model.train(plan.workload.training is not None)
     return _spread(model, plan, outputs_stay)
 

@@ -1,11 +1,24 @@
-"""Adapters: target modules, in published names and in the names of duoka's classes."""
+"""Adapters: target modules, in published names and in the names of duoka's classes; files."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from duoka.base.files import read_bytes
+from duoka.errors import CheckpointError, UsageError
 
 from .architecture import CHATGLM
 from .checkpoint import Checkpoint
+from .headers import read_header, reading
+
+CONFIG = "adapter_config.json"
+_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+_NAME = re.compile(r"[\w.:/-]{1,200}")
+_MOST_BYTES = 2**34
 
 # Modules of the ChatGLM family that can have adapters: published name, names in duoka's class.
 _CHATGLM_LAYERS = {
@@ -24,6 +37,53 @@ _TOWER_LAYERS = {
 _IN_TOWER = frozenset({"vision", "attention", "linear_proj"})
 # Enclosing modules in published names, and their names in duoka's class ("" if they have none).
 _AROUND = {"transformer": "", "encoder": "", "embedding": "", "self_attention": "self_attn."}
+
+
+def adapter_file(directory: Path) -> Path:
+    """Return the file with the tensors of an adapter; raise CheckpointError if there is none."""
+    path = next((directory / name for name in _FILES if (directory / name).is_file()), None)
+    if path is None or not (directory / CONFIG).is_file():
+        raise CheckpointError(
+            f"{directory} has no adapter",
+            hint=f"give the directory that contains {CONFIG} and {_FILES[0]}",
+        )
+    return path
+
+
+def digest_of(directory: str) -> str:
+    """Return a hash of the names and shapes of an adapter's tensors (of a whole pickle)."""
+    path = adapter_file(Path(directory))
+    if path.suffix == ".bin":
+        with reading(path):
+            content = read_bytes(path, most_bytes=_MOST_BYTES)
+    else:
+        shapes = {name: tensor.shape for name, tensor in read_header(path).items()}
+        content = json.dumps(shapes, sort_keys=True).encode()
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def parse_adapter(text: str) -> tuple[str, str]:
+    """Parse NAME=DIR: the name of an adapter, and its directory as an absolute path."""
+    name, _, directory = text.partition("=")
+    return name, str(Path(directory).absolute()) if directory else ""
+
+
+def check_adapters(adapters: Sequence[tuple[str, str]], cache: str, *, is_paged: bool) -> None:
+    """Raise UsageError for adapters without a paged cache, a directory, or a name of their own."""
+    if adapters and not is_paged:
+        raise UsageError(
+            f"the KV cache is {cache}; requests choose adapters only over a paged one",
+            hint="plan with --serve, without --offload and --images; or merge one adapter into the "
+            "weights (duoka serve --adapter DIR)",
+        )
+    names = [name for name, _ in adapters]
+    for name, directory in adapters:
+        if not (directory and _NAME.fullmatch(name) and names.count(name) == 1):
+            raise UsageError(
+                f"adapter {'='.join((name, directory)).strip('=')[:80]!r} isn't NAME=DIR with a "
+                "name of its own",
+                hint="use letters, digits and . : / - _ in the name: --adapter sql=run/adapter",
+            )
 
 
 def native_targets(checkpoint: Checkpoint, targets: Sequence[str]) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ Ctrl-C stops a generation."""
 _PASTE_WAIT_SECONDS = 0.05
 _IMAGE = "/image"
 _PlanWithImages = Annotated[
-    PlanOptions, all_but(PlanOptions, "max_context", "max_batch", "replicas")
+    PlanOptions, all_but(PlanOptions, "max_context", "max_batch", "replicas", "adapter")
 ]
 
 

@@ -97,6 +97,11 @@ class PlanOptions(OptionGroup):
         "--batch full contexts) or paged-int8. With --serve, int8 means 8-bit pages.",
         values=CACHES,
     )
+    adapter: list[str] | None = _plan(
+        "[NAME=]DIR",
+        "LoRA adapter that requests choose by NAME as their model, with --serve and in duoka "
+        "serve; repeatable. duoka serve merges a DIR without a name into the weights.",
+    )
     no_graphs: bool = _plan_flag(
         "Run decode steps without CUDA graphs. They need some memory, and are used with a paged KV "
         "cache where FlashAttention reads the pages, or of latents."
@@ -200,6 +205,7 @@ RunnablePlan = Annotated[
     all_but(
         PlanOptions,
         *("images", "image_size", "max_context", "max_batch", "replicas", "serve", "sequences"),
+        "adapter",
     ),
 ]
 """Options of `PlanOptions` for commands that run the planned model in one batch."""

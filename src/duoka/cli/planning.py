@@ -14,6 +14,7 @@ from duoka.api.plan import plan_copies, plan_request
 from duoka.base.progress import heard_by, say, say_import
 from duoka.base.text import choose
 from duoka.base.units import parse_memory
+from duoka.checkpoint.adapters import parse_adapter
 from duoka.checkpoint.architecture import refuse_unbuildable
 from duoka.checkpoint.config import is_for_transformers4
 from duoka.checkpoint.tokenizer_files import refuse_unreadable
@@ -160,6 +161,8 @@ def find_plan_for_requests(
         try:
             return *find_plan(model, served, to_run=True), ""
         except ModelError as error:
+            if options.adapter:
+                raise
             why_not = str(error)
     number = options.sequences or options.batch or batch
     options = replace(options, serve=False, sequences=None, batch=number)
@@ -362,6 +365,7 @@ def read_workload(
         dtype=read_dtype(options.dtype or "auto"),
         prefill_chunk_tokens=parse_chunk(options.prefill_chunk or "auto"),
         cache=cache,
+        adapters=tuple(map(parse_adapter, options.adapter or ())),
         pages_for_batch=not options.serve,
         cuda_graphs=not options.no_graphs,
         quantize=read_quantization(options.quantize or "none"),

@@ -68,7 +68,6 @@ class ServeOptions(OptionGroup):
         "decides, the default).",
         values=_REASONING,
     )
-    adapter: Path | None = option("DIR", "A LoRA adapter to merge into the weights.")
     cluster: str | None = option(
         "CLUSTER",
         "ray: run on the nodes of a Ray cluster; --replicas may then be a range such as 2-6.",
@@ -143,13 +142,16 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
     from duoka.serve.server import serve as run
     from duoka.serve.service import Service
 
+    merged, options = _split_adapters(options)
     plans = _plan_engines(options, model)
+    name = _model_name(server, plans[0])
     for plan in plans:
         note(f"loading {plan.model} on {', '.join(plan.devices)}")
     settings = [_engine_settings(plan, server, options, model) for plan in plans]
+    settings = [replace(engine, adapter=merged) for engine in settings]
     service = Service(
         EnginePool(settings, _max_queue(server)),
-        server.name or Path(plans[0].source).name,
+        name,
         has_key=address.key is not None,
         fetches_images=server.allow_image_urls,
     )
@@ -159,7 +161,7 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
 def _engine_settings(
     plan: duoka.Plan, server: ServeOptions, options: PlanOptions, model: ModelOptions
 ) -> EngineSettings:
-    """Return the settings for starting the engine of a plan."""
+    """Return the settings for starting the engine of a plan, without an adapter to merge."""
     from duoka.serve.messages import EngineSettings
 
     return EngineSettings(
@@ -167,8 +169,31 @@ def _engine_settings(
         max_new_tokens=options.most_new_tokens,
         trust_remote_code=model.trust_remote_code,
         is_thinking={"on": True, "off": False}.get(server.reasoning or "auto"),
-        adapter=None if server.adapter is None else str(server.adapter.absolute()),
     )
+
+
+def _split_adapters(options: PlanOptions) -> tuple[str | None, PlanOptions]:
+    """Return the adapter to merge, the one without a name; and options with the others."""
+    texts = options.adapter or []
+    merged = [text for text in texts if "=" not in text or Path(text).is_dir()]
+    if len(merged) > 1:
+        raise UsageError(
+            f"{len(merged)} adapters without a name can't be merged: {', '.join(merged)[:200]}",
+            hint="name them, for requests to choose: --adapter NAME=DIR",
+        )
+    named = replace(options, adapter=[text for text in texts if text not in merged])
+    return str(Path(merged[0]).absolute()) if merged else None, named
+
+
+def _model_name(server: ServeOptions, plan: duoka.Plan) -> str:
+    """Return the model's name for clients; refuse adapters of the same name."""
+    name = server.name or Path(plan.source).name
+    if name in dict(plan.workload.adapters):
+        raise UsageError(
+            f"{name!r} is the name of the model and of an adapter",
+            hint="choose another one: --name NAME",
+        )
+    return name
 
 
 def _max_queue(server: ServeOptions) -> int:
@@ -187,6 +212,7 @@ def _serve_on_ray(
     bounds = read_bounds(options.replicas)
     if model.model is not None and Path(model.model).is_dir():  # nodes have other directories
         model = replace(model, model=str(Path(model.model).absolute()))
+    merged, options = _split_adapters(options)
     checkpoint, request, _ = planning.read_request(model, _with_paged_cache(options), to_run=True)
     connect()
 
@@ -201,10 +227,10 @@ def _serve_on_ray(
     low, high = choose_bounds(bounds, cluster.room)
     settings = ReplicaSettings(
         engines={
-            node_id: _engine_settings(plan, server, options, model)
+            node_id: replace(_engine_settings(plan, server, options, model), adapter=merged)
             for node_id, plan in cluster.plans.items()
         },
-        model=server.name or Path(checkpoint.source).name,
+        model=_model_name(server, next(iter(cluster.plans.values()))),
         max_queue=_max_queue(server),
         key=address.key,
         is_local=address.is_local and address.key is None,
@@ -224,9 +250,9 @@ def _serve_with_vllm(server: ServeOptions, options: PlanOptions, model: ModelOpt
     from duoka.serve.vllm import VllmOptions, serve_with_vllm
 
     beside, hint = "--engine vllm", "omit one of them"
-    names = "adapter", "max_queue", "allow_image_urls", "cluster", "reasoning"
+    names = "max_queue", "allow_image_urls", "cluster", "reasoning"
     server.refuse(*names, beside=beside, hint=hint)
-    options.refuse("replicas", beside=beside, hint=hint)
+    options.refuse("replicas", "adapter", beside=beside, hint=hint)
     if server.engine_python is None:
         raise UsageError(
             "--engine vllm needs --engine-python: vLLM has its own environment",
@@ -280,6 +306,8 @@ def _print_summary(service: Service, url: str) -> None:
             f"{service.model} on {', '.join(plan.devices)}: up to {ready.sequences} concurrent "
             f"requests; {num_full} if each uses the full context of {tokens}"
         )
+    if service.adapters:
+        note(f"adapters, chosen by the name of the model: {', '.join(service.adapters)}")
     _show_address(url, service.model, has_key=service.has_key)
 
 

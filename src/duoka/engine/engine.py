@@ -170,6 +170,7 @@ class Engine:
         )
         self._executor = executor
         self._plan = plan
+        self._adapters = [name for name, _ in plan.workload.adapters]
         self._on_failure = on_failure
         self._grammars = GrammarCompiler(
             self._reader.tokenizer, self._reader.chat.stop_ids, self._num_embeddings
@@ -218,6 +219,7 @@ class Engine:
         *,
         kept_ids: Collection[int] = (),
         on_event: Callable[[Event], None] | None = None,
+        adapter: str | None = None,
     ) -> Stream:
         """Queue a request; return its stream.
 
@@ -232,18 +234,21 @@ class Engine:
         on_event : callable, optional
             Called in the engine's thread with each piece of the text, and at the end with the
             completion or the error. The returned stream then receives no events: don't wait on it.
+        adapter : str, optional
+            Name of an adapter of the plan's workload; by default the model runs without adapter.
 
         Raises
         ------
         UsageError
-            If the request or its images exceed the plan, or its grammar can't be compiled.
+            If the request or its images exceed the plan, its grammar can't be compiled, or the plan
+            has no such adapter.
         """
-        # Tokenization, limit checks and grammar compilation run in the caller's thread, so that a
-        # slow prompt delays no step. The seed is fixed here, so that a recomputed step samples with
-        # the same random numbers.
+        # Tokenization, checks and grammar compilation run in the caller's thread: no step waits.
+        # The seed is fixed here, so that a recomputed step samples with the same random numbers.
         tokens = self._encode_prompt(prompt)
         is_chat = isinstance(prompt, str) or any(isinstance(part, ChatMessage) for part in prompt)
-        if params.grammar is not None and is_chat:
+        grammar = params.grammar
+        if grammar is not None and is_chat:
             tokens.extend(self._reader.chat.content_start(tokens))
         if not tokens:
             raise UsageError("the prompt is empty")
@@ -254,9 +259,7 @@ class Engine:
         is_whole = self._reader.workload.prefill_chunk_tokens is None
         if isinstance(tokens, ImagePrompt) or (is_whole and not self._executor.is_paged):
             self._reader.check([tokens])
-        matcher, detokenizer = None, None
-        if params.grammar is not None:
-            matcher, detokenizer = self._grammars.start(params.grammar)
+        matcher, detokenizer = (None, None) if grammar is None else self._grammars.start(grammar)
         events = SimpleQueue[Event]()
         send_event = on_event or events.put
         if is_chat and matcher is None:
@@ -272,6 +275,8 @@ class Engine:
             matcher=matcher,
             on_event=send_event,
         )
+        if adapter is not None:
+            sequence.adapter = 1 + self._adapters.index(choose("adapter", adapter, self._adapters))
         with self._lock:
             if self.failure is not None:
                 raise self.failure

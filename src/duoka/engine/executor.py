@@ -271,7 +271,8 @@ def _open_model(
     """Open the model with a paged cache if possible, otherwise with a cache per sequence."""
     if workload.cache in _PAGEABLE_CACHES and not workload.images and reads_pages(model):
         # Raises ModelError if the model's code needs more than causal attention.
-        with suppress(ModelError), ExitStack() as undo, reading_pages(model):
+        tolerated = () if workload.adapters else (ModelError,)
+        with suppress(*tolerated), ExitStack() as undo, reading_pages(model):
             paged = PagedModel(model, capacity, runs_ahead=_is_asynchronous(model))
             undo.callback(paged.close)
             paged.warm_up(warm_up)

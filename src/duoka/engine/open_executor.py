@@ -8,7 +8,6 @@ from duoka.api.load import OpenedModel, Progress, load_proved, prove_here, read_
 from duoka.errors import DuokaError, UsageError
 from duoka.forecast.serving import Capacity, WarmUp
 from duoka.forecast.workload import PAGE_TOKENS
-from duoka.models.lora import native_form
 from duoka.planner.plan import Plan
 from duoka.runtime import devices
 from duoka.runtime.call.paged_model import reads_pages
@@ -73,7 +72,7 @@ def open_executor(
         routes,
         warm_up=warm_up,
         trust_remote_code=opened.checkpoint.trust_remote_code,
-        adapter=None if lora is None else native_form(lora, opened.checkpoint.config),
+        adapter=lora,
     )
     return executor, rows, reader, rules
 

@@ -6,9 +6,10 @@ share their full pages (prefix caching). Unused pages keep their content and can
 until they are evicted for other tokens, the least recently used page first.
 
 A full page is identified by all tokens up to its end. Each such prefix gets a number, the page's
-*content*. With pages of 2 tokens:
+*content*. The keys and values of equal tokens differ between adapters (`Chunk`): the content before
+the first page is 0 minus the number of the sequence's adapter. With pages of 2 tokens:
 
-    tokens 5 6 │ 7 8 │ 9      contents: (nothing, 5 6) → 1, (1, 7 8) → 2
+    tokens 5 6 │ 7 8 │ 9      contents: (0, 5 6) → 1, (1, 7 8) → 2
     tokens 5 6 │ 7 1          shares the page of content 1; (1, 7 1) → 3
 """
 
@@ -19,7 +20,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 Key = tuple[int, tuple[int, ...]]
 """The identity of a full page: the content number of the previous page, and the page's tokens."""
-_NO_CONTENT = 0  # the content number before the first page
 
 
 class PagePool:
@@ -46,7 +46,7 @@ class PagePool:
         # two pages with content 1. Only the first one is shareable; the second one has no key, and
         # becomes an empty page when its sequence ends.
         self._numbers: dict[int, int] = {}
-        self._last_content = _NO_CONTENT
+        self._last_content = 0
         # Shareable pages without users, the least recently used first.
         self._unused: OrderedDict[int, None] = OrderedDict()
 
@@ -60,7 +60,7 @@ class PagePool:
         return -(-num_tokens // self.page_tokens)
 
     def take(
-        self, tokens: Sequence[int], num_tokens: int, spare: int = 0
+        self, tokens: Sequence[int], num_tokens: int, spare: int = 0, adapter: int = 0
     ) -> tuple[list[int], int] | None:
         """Allocate pages for the first `num_tokens` tokens of a sequence that begins with `tokens`.
 
@@ -69,7 +69,7 @@ class PagePool:
         next token. Return None, and allocate nothing, unless `spare` further pages remain free.
         """
         # Unused pages count as free; those among the shared ones stop being free now.
-        shared = list(self._find_shared(tokens[:-1]))
+        shared = list(self._find_shared(tokens[:-1], adapter))
         needed = self.pages_for(num_tokens) - len(shared)
         if needed + spare > self.num_free - sum(page in self._unused for page in shared):
             return None
@@ -96,7 +96,9 @@ class PagePool:
                 else:
                     self._empty.append(page)
 
-    def share(self, pages: Sequence[int], tokens: Sequence[int], num_tokens: int) -> None:
+    def share(
+        self, pages: Sequence[int], tokens: Sequence[int], num_tokens: int, adapter: int = 0
+    ) -> None:
         """Make full pages shareable, after the first `num_tokens` of `tokens` were computed.
 
         `pages` is the block table of the sequence. Pages that are shareable already are skipped.
@@ -107,7 +109,7 @@ class PagePool:
         start = stop
         while start and pages[start - 1] not in self._numbers:
             start -= 1
-        content = self._numbers[pages[start - 1]] if start else _NO_CONTENT
+        content = self._numbers[pages[start - 1]] if start else -adapter
         for index in range(start, stop):
             page, key = pages[index], (content, tuple(tokens[index * size : (index + 1) * size]))
             if key not in self._contents:
@@ -117,9 +119,9 @@ class PagePool:
             _, content = self._contents[key]
             self._numbers[page] = content
 
-    def _find_shared(self, tokens: Sequence[int]) -> Iterator[int]:
+    def _find_shared(self, tokens: Sequence[int], adapter: int) -> Iterator[int]:
         """Yield the shareable pages of the longest prefix of `tokens`, in order."""
-        content, size = _NO_CONTENT, self.page_tokens
+        content, size = -adapter, self.page_tokens
         for start in range(0, len(tokens) - size + 1, size):
             key = content, tuple(tokens[start : start + size])
             if key not in self._contents:

@@ -169,6 +169,7 @@ class Scheduler:
             sequence.pages,
             sequence.row(ahead) if ahead >= 0 else None,
             None if start else sequence.images,
+            sequence.adapter,
         )
 
     def _note_rows(self, chunks: Items[Chunk]) -> None:
@@ -237,7 +238,7 @@ class Scheduler:
         sequence.computed = end
         # A step ahead may be one token beyond those of a cancelled sequence.
         if num_before // size < end // size <= sequence.num_tokens // size:
-            self.pool.share(sequence.pages, sequence.tokens, end)
+            self.pool.share(sequence.pages, sequence.tokens, end, sequence.adapter)
         if choice is None or sequence.is_cancelled:
             return
         finish = sequence.add(choice)
@@ -274,7 +275,9 @@ class Scheduler:
             sequence = self.waiting[0]
             if self._can_share_soon(sequence):
                 return
-            pages = self.pool.take(sequence.tokens, sequence.num_tokens, spare=len(self.running))
+            pages = self.pool.take(
+                sequence.tokens, sequence.num_tokens, len(self.running), sequence.adapter
+            )
             if pages is None:
                 return
             self.waiting.popleft()
@@ -325,7 +328,8 @@ class Scheduler:
         for running in self.running.values():
             end = max((running.computed // size + 1) * size, len(tokens) // 2)
             shareable = min(len(tokens), len(running.tokens)) - 1
-            if end <= shareable and tokens[:end] == running.tokens[:end]:
+            is_like = end <= shareable and sequence.adapter == running.adapter
+            if is_like and tokens[:end] == running.tokens[:end]:
                 return True
         return False
 

@@ -39,7 +39,7 @@ class Sequence:
     `params` must have a seed and `max_new_tokens`. `computed` counts the tokens whose keys and
     values are in `pages`, `scheduled` the tokens that are in a step or computed: computed ≤
     scheduled ≤ num_tokens + 1. `shared_tokens` counts the prompt's tokens that were found in shared
-    pages.
+    pages. `adapter` is as in `Chunk`.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class Sequence:
         self.prompt = list(prompt)
         self.images = prompt if isinstance(prompt, ImagePrompt) else None
         self.params = params
+        self.adapter = 0
         self.max_new_tokens = params.max_new_tokens
         self.pages: list[int] = []
         self.computed = 0

@@ -20,8 +20,7 @@ from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import GpuLostError
 from duoka.forecast.serving import Capacity, StepSize
 from duoka.hardware.fleet import Fleet
-from duoka.models.from_checkpoint import build_model
-from duoka.models.lora import LoraAdapter, merge_adapter
+from duoka.models.lora import LoraAdapter
 from duoka.planner.plan import Plan
 from duoka.runtime import devices
 from duoka.runtime.call.chunk import Chunk
@@ -29,6 +28,7 @@ from duoka.runtime.call.paged_model import PagedModel
 from duoka.runtime.call.paged_step import PagedStep
 from duoka.runtime.draw import draw_in_every_way
 from duoka.runtime.load import load_weights
+from duoka.runtime.load.adapter import apply_adapters, build_to_serve
 from duoka.runtime.lost_gpu import find_lost_gpu
 from duoka.runtime.out_of_memory import explain
 from duoka.runtime.publisher import BusyShares, Publisher
@@ -65,8 +65,8 @@ class EngineStep:
 class WorkerSettings:
     """The common settings of all worker processes.
 
-    `memory` is the shared memory for activations sent between stages; `adapter`, in native form, is
-    merged into the weights.
+    `memory` is the shared memory for activations sent between stages; `adapter` is merged into the
+    weights.
     """
 
     plan: Plan
@@ -95,10 +95,9 @@ class _StageWorker:
         devices.make_current(self._device)
         checkpoint = Checkpoint.open(plan.source, trust_remote_code=settings.trust_remote_code)
         plan.refuse_other(checkpoint.fingerprint, plan.source)  # the files may have changed
-        model = build_model(checkpoint, plan.workload)
+        model = build_to_serve(checkpoint, plan.workload)
         load_weights(model, checkpoint, plan.placement, only=self._device)
-        if settings.adapter is not None:
-            merge_adapter(model, settings.adapter)
+        apply_adapters(model, checkpoint, plan.workload, settings.adapter)
         shares = BusyShares(lambda: {device: self._busy_seconds})
         self.publisher = Publisher(plan, model, [device], busy_shares=shares)
         self._interceptor = BlockInterceptor(model, plan.placement)

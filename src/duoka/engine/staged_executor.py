@@ -69,7 +69,7 @@ class StagedExecutor:
     warm_up : {"first", "largest", "every"}
         The steps to run before the first request.
     trust_remote_code, adapter
-        As for `load`; the adapter in native form.
+        As for `load`.
 
     Raises
     ------

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from duoka.base.units import format_count
+from duoka.errors import UsageError
+
 from .device_memory import sizes_of
 from .profile import (
     TRAINING_PHASES,
@@ -21,7 +24,7 @@ from .profile import (
     monomials,
     rules_of,
 )
-from .workload import Workload, refuse_short
+from .workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,3 +123,15 @@ class AllocEvents:
         batch = self.workload.batch
         values = monomials(batch, query, keys)
         return self.profile.values(values, batch, query, keys)
+
+
+def refuse_short(workload: Workload, least_tokens: int) -> None:
+    """Raise UsageError if the prompt is too short for its images."""
+    if workload.images and workload.prompt_tokens < least_tokens:
+        height, width = workload.image_size
+        raise UsageError(
+            f"{format_count(workload.images, 'image')} of {width}x{height} and a question need "
+            f"{least_tokens} tokens; the prompt has {workload.prompt_tokens}",
+            hint=f"use a context of at least {least_tokens + workload.new_tokens} tokens, or "
+            "smaller images",
+        )

@@ -9,7 +9,7 @@ from typing import Any, Literal, SupportsIndex, get_args
 
 from duoka.base.serialization import OMIT_DEFAULT
 from duoka.base.text import choose
-from duoka.base.units import format_count
+from duoka.checkpoint.adapters import check_adapters
 from duoka.errors import UsageError
 from duoka.hardware.gpu_generation import GpuGeneration
 
@@ -143,6 +143,7 @@ class Conditions:
     training: Training | None = None
     host_experts: bool = False
     expert_cache_bytes: int = 0
+    adapters: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
 
     @property
     def is_paged(self) -> bool:
@@ -204,6 +205,9 @@ class Workload:
         Names of modules of experts in host memory, set by planning; or `ALL_EXPERTS`.
     expert_cache_bytes : int
         Size of the GPU's cache for each of them, if GPUs fetch; 0 if the CPU computes.
+    adapters, adapter_digests : tuple
+        Name and directory of each LoRA adapter that requests over a paged cache may choose; a hash
+        of the shapes of each, set by planning.
 
     Raises
     ------
@@ -235,6 +239,8 @@ class Workload:
     training: Training | None = None
     host_experts: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
     expert_cache_bytes: int = field(default=0, metadata=OMIT_DEFAULT)
+    adapters: tuple[tuple[str, str], ...] = field(default=(), metadata=OMIT_DEFAULT)
+    adapter_digests: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
         for name in ("batch", "prompt_tokens"):
@@ -244,11 +250,6 @@ class Workload:
         self._check_image_size()
         object.__setattr__(self, "dtype", read_dtype(self.dtype))
         object.__setattr__(self, "quantize", read_quantization(self.quantize))
-        if self.training is not None and self.new_tokens:
-            raise UsageError(
-                f"new_tokens is {self.new_tokens}; training doesn't generate tokens",
-                hint="give the sequence's length as prompt_tokens, and new_tokens=0",
-            )
         if self.training is not None:
             self._refuse_in_training()
         self._refuse_too_many()
@@ -257,6 +258,7 @@ class Workload:
         if self.cache != "paged":  # also of a workload whose cache has been changed
             object.__setattr__(self, "page_tokens", PAGE_TOKENS)
         self._check_pages()
+        check_adapters(self.adapters, self.cache, is_paged=self.is_paged)
         choose("logits", self.logits, get_args(Logits))
 
     def _check_pages(self) -> None:
@@ -311,6 +313,11 @@ class Workload:
 
     def _refuse_in_training(self) -> None:
         """Raise UsageError for settings that training doesn't support."""
+        if self.new_tokens:
+            raise UsageError(
+                f"new_tokens is {self.new_tokens}; training doesn't generate tokens",
+                hint="give the sequence's length as prompt_tokens, and new_tokens=0",
+            )
         is_packed = self.training is not None and self.training.rows == "packed"
         for name, got, plain in (
             ("cache", self.cache, "dynamic"),
@@ -347,10 +354,8 @@ class Workload:
             ("batch times context", self.batch * self.context_tokens, MOST_BATCH_TOKENS),
         ):
             if got > most:
-                raise UsageError(
-                    f"{name} is {got}; the limit is {most}",
-                    hint="plan a smaller workload",
-                )
+                text = f"{name} is {got}; the limit is {most}"
+                raise UsageError(text, hint="plan a smaller workload")
 
     @property
     def context_tokens(self) -> int:
@@ -396,6 +401,7 @@ class Workload:
             training=training,
             host_experts=bool(self.host_experts),
             expert_cache_bytes=self.expert_cache_bytes if self.host_experts else 0,
+            adapters=self.adapter_digests,
         )
 
     def resolved(self, *, dtype: str) -> Workload:
@@ -449,18 +455,6 @@ def read_quantization(word: str, known: Sequence[Quantization] = QUANTIZATIONS) 
     """Return the quantization named by a word of duoka or bitsandbytes."""
     bare = str(word).strip().lower().replace("-", "").removeprefix("load_in_")
     return choose("quantize", _QUANTIZATION_WORDS.get(bare, word), known)
-
-
-def refuse_short(workload: Workload, least_tokens: int) -> None:
-    """Raise UsageError if the prompt is too short for its images."""
-    if workload.images and workload.prompt_tokens < least_tokens:
-        height, width = workload.image_size
-        raise UsageError(
-            f"{format_count(workload.images, 'image')} of {width}x{height} and a question need "
-            f"{least_tokens} tokens; the prompt has {workload.prompt_tokens}",
-            hint=f"use a context of at least {least_tokens + workload.new_tokens} tokens, or "
-            "smaller images",
-        )
 
 
 def with_quantization(workload: Workload) -> tuple[Workload, ...]:

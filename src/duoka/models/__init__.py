@@ -10,7 +10,7 @@ import; `build` and `chatglm.register` do that on first use.
 - `glm4v`, `eva_clip`, `image_tokens`: GLM-4V, its vision tower, and image tokens in prompts
 - `from_checkpoint`, `quantized_checkpoint`: a checkpoint → its model, with weights as stored
 - `conversion`, `boxes`: the boxes of a checkpoint's tensors that fill each parameter
-- `quantization`: quantized weights; `lora`: adapters
+- `quantization`: quantized weights; `lora`, `adapter_stacks`: adapters, several side by side
 - `trainable`, `chunked_loss`: trainable parameters, and the loss in chunks of tokens
 - `kv_cache`: KV caches, by the kind that a workload names
 - `cache_argument`: the cache argument of models, by transformers' old and new name

@@ -337,12 +337,12 @@ def _in_model(key: str) -> str:
     return f"{kind}.{_ADAPTER}{dot}{weight}"
 
 
-def refuse_other_model(model: nn.Module, adapter: LoraAdapter) -> None:
+def refuse_other_model(model: nn.Module, adapter: LoraAdapter, title: str = "the adapter") -> None:
     """Raise LoadError if an adapter in native form doesn't match a model without adapters."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     for name, layer in adapter.layers.items():
         if layer.parameter is None:
-            sizes = _sizes(modules.get(name))
+            sizes = sizes_of(modules.get(name))
         else:
             stack = parameters.get(adapter.target(name))
             sizes = None if stack is None else tuple(stack.shape[-2:])
@@ -360,10 +360,10 @@ def refuse_other_model(model: nn.Module, adapter: LoraAdapter) -> None:
             difference = f"it goes from {ends[0]} to {ends[1]} at {name}, and the model from "
             difference += f"{sizes[0]} to {sizes[1]}"
         hint = f"it was made for {adapter.base or 'an unnamed model'}"
-        raise LoadError(f"the adapter doesn't match this model: {difference}", hint=hint)
+        raise LoadError(f"{title} doesn't match this model: {difference}", hint=hint)
 
 
-def _sizes(module: Any) -> tuple[int, ...] | None:
+def sizes_of(module: Any) -> tuple[int, ...] | None:
     """Return the numbers of inputs and outputs; None if the module can't have an adapter."""
     match module:
         case nn.Linear():

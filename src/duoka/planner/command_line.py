@@ -76,6 +76,7 @@ def _option_values(request: PlanRequest) -> Iterator[tuple[str, object, object]]
     yield "--quantize", workload.quantize, _USUAL.quantize
     cache = workload.cache.removeprefix("paged-" if is_served else "")
     yield "--cache", cache, "paged" if is_served else _USUAL.cache
+    yield "--adapter", tuple("=".join(pair) for pair in workload.adapters), None
     yield "--no-graphs", not workload.cuda_graphs, False
     if training is None:
         yield "--prefill-chunk", workload.prefill_chunk_tokens or "none", "auto"

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 
 from duoka.base.progress import say
-from duoka.checkpoint.adapters import native_targets
+from duoka.checkpoint.adapters import digest_of, native_targets
 from duoka.checkpoint.architecture import (
     caches_latents,
     reads_block_tables,
@@ -206,6 +206,8 @@ def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
         refuse_unbuildable(checkpoint.config)
     if workload.images:
         refuse_images(checkpoint.config)
+    digests = tuple(digest_of(directory) for _, directory in workload.adapters)
+    workload = replace(workload, adapter_digests=digests)
     workload = replace(workload, training=native_training(checkpoint, workload.training))
     check_context(workload, checkpoint.max_context_tokens, checkpoint.name)
     workload = _refuse_requantizing(checkpoint, workload)

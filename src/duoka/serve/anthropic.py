@@ -271,7 +271,7 @@ def add_messages(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages")
     async def create_message(request: MessagesRequest, http: Request) -> Response:
         """Answer a chat in the format of Anthropic's API."""
-        form = MessageAnswer(service.model)
+        form = MessageAnswer(request.model or service.model)
         return await respond(service, request, [request.to_prompt()], form, http)
 
     @app.post("/v1/messages/count_tokens")

@@ -85,26 +85,28 @@ def _add_health(app: FastAPI, service: Service) -> None:
 def _add_models(app: FastAPI, service: Service) -> None:
     """Add the routes of the served model."""
 
-    def described() -> dict[str, Any]:
-        """Return OpenAI's model object."""
+    def described(name: str) -> dict[str, Any]:
+        """Return OpenAI's model object; an adapter's has the model as `parent`."""
         return {
-            "id": service.model,
+            "id": name,
             "object": "model",
             "created": 0,
             "owned_by": "duoka",
             "max_model_len": service.pool.context_tokens,
+            **({"parent": service.model} if name in service.adapters else {}),
         }
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """List the served model."""
-        return {"object": "list", "data": [described()]}
+        """List the served model and its adapters."""
+        names = service.model, *service.adapters
+        return {"object": "list", "data": [described(name) for name in names]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """Return the model; 404 for another name."""
+        """Return the model or an adapter; 404 for another name."""
         service.check_model(name)
-        return described()
+        return described(name)
 
 
 def _add_openai(app: FastAPI, service: Service) -> None:
@@ -115,7 +117,7 @@ def _add_openai(app: FastAPI, service: Service) -> None:
         """Generate the answers to a chat."""
         has_usage = request.stream_options.include_usage
         options = {"has_logprobs": request.logprobs, "has_usage": has_usage}
-        answer = ChatAnswer(service.model, request.n, **options)
+        answer = ChatAnswer(request.model or service.model, request.n, **options)
         return await respond(service, request, [request.to_prompt()], answer, http)
 
     @app.post("/v1/completions")
@@ -131,7 +133,7 @@ def _add_openai(app: FastAPI, service: Service) -> None:
         elif request.echo:
             prefixes = [p.text or (await service.count(p, "detokenize")).text for p in prompts]
         options = {"has_logprobs": has_logprobs, "has_usage": request.stream_options.include_usage}
-        answer = CompletionAnswer(service.model, prefixes, request.n, **options)
+        answer = CompletionAnswer(request.model or service.model, prefixes, request.n, **options)
         return await respond(service, request, prompts, answer, http)
 
 

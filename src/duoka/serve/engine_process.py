@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import NoReturn
@@ -134,14 +135,13 @@ class EngineProcess:
         """Submit the n generations of a request, then send `Begun`."""
         number = request.number
         question = self._questions.read(request.prompt, request.params)
+        submit = partial(self._engine.submit, question.tokens, adapter=request.adapter)
         for choice, params in enumerate(question.params.split(request.n)):
             has_logprobs = params.logprobs is not None
             reader = question.open_reader()
             num_forced = len(params.forced_ids)
             listener = _GenerationListener(self, number, choice, reader, has_logprobs, num_forced)
-            stream = self._engine.submit(
-                question.tokens, params, kept_ids=question.kept_ids, on_event=listener.take
-            )
+            stream = submit(params, kept_ids=question.kept_ids, on_event=listener.take)
             with self._lock:
                 streams = self._streams.get(number)
                 if streams is not None:

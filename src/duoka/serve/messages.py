@@ -70,7 +70,8 @@ class EngineRequest:
     """A message of the server to an engine.
 
     - ``generate``: run `n` generations. The engine sends `Begun`, and `Delta`s and an `Ended` for
-      each generation. `params` are named as in `SamplingParams`, plus "response_format".
+      each generation. `params` are named as in `SamplingParams`, plus "response_format"; `adapter`
+      as in `Engine.submit`.
     - ``tokenize``, ``detokenize``: the engine sends `Counted`, with the token ids or the text.
     - ``end``: cancel what is left of the request with this `number`.
     - ``status``: the engine sends its `Status`.
@@ -83,6 +84,7 @@ class EngineRequest:
     prompt: Prompt = Prompt()
     params: Mapping[str, Any] = field(default_factory=dict)
     n: int = 1
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

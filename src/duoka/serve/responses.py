@@ -287,5 +287,5 @@ def add_responses(app: FastAPI, service: Service) -> None:
     async def create_response(request: ResponsesRequest, http: Request) -> Response:
         """Answer a chat in the format of the Responses API."""
         settings, has_logprobs = request.settings(), request.has_logprobs
-        form = ResponseAnswer(service.model, settings, has_logprobs=has_logprobs)
+        form = ResponseAnswer(request.model or service.model, settings, has_logprobs=has_logprobs)
         return await respond(service, request, [request.to_prompt()], form, http)

@@ -40,6 +40,8 @@ class Service:
     ) -> None:
         self.pool = pool
         self.model = model
+        plans = [engine.settings.plan for engine in pool.engines[:1]]
+        self.adapters = [name for plan in plans for name, _ in plan.workload.adapters]
         self.has_key = has_key
         self.metrics = Metrics(pool, model)
         self.memory = RequestMemory()
@@ -47,23 +49,31 @@ class Service:
 
     def check_model(self, name: str) -> None:
         """Raise HttpError (404) for the name of another model; an empty name is accepted."""
-        if name and name != self.model:
+        if name not in ("", self.model, *self.adapters):
+            adapters = "".join(f", or with an adapter {other!r}" for other in self.adapters)
             raise HttpError(
                 404,
-                f"there is no model {name!r}; this is {self.model!r}",
+                f"there is no model {name!r}; this is {self.model!r}{adapters}",
                 code="model_not_found",
                 param="model",
             )
 
-    async def submit(self, prompt: Prompt, params: Mapping[str, Any], n: int = 1) -> Events:
-        """Run `n` generations from a prompt; yield their events."""
+    async def submit(
+        self, prompt: Prompt, params: Mapping[str, Any], n: int = 1, model: str = ""
+    ) -> Events:
+        """Run `n` generations from a prompt; yield their events.
+
+        `model` is the name of the model or of an adapter.
+        """
+        adapter = model if model in self.adapters else None
         content = ascii(prompt.messages or prompt.text or prompt.tokens)
         tokens = len(content) // 4 + n * (params.get("max_new_tokens") or 512)
         watch = self.metrics.watch()
         try:
             async with self._fetch_images(prompt) as ready:
-                request = EngineRequest(prompt=ready, params=params, n=n)
-                events = self.pool.submit(request, tokens, content[:_KEY_CHARACTERS])
+                request = EngineRequest(prompt=ready, params=params, n=n, adapter=adapter)
+                key = f"{model} {content}"[:_KEY_CHARACTERS]
+                events = self.pool.submit(request, tokens, key)
                 async with aclosing(events):
                     async for event in events:
                         watch.take(event)

@@ -42,7 +42,8 @@ async def respond(
     service.check_model(request.model)
     # For one JSON object, the pieces are generated as for a stream and discarded.
     params, n = request.params(), getattr(request, "n", 1)
-    pieces = _generate_pieces(answer, [service.submit(prompt, params, n) for prompt in prompts])
+    sources = [service.submit(prompt, params, n, request.model) for prompt in prompts]
+    pieces = _generate_pieces(answer, sources)
     if request.stream:
         lines = _write_stream(answer, await anext(pieces), pieces)
         return StreamingResponse(lines, headers=_HEADERS, media_type="text/event-stream")

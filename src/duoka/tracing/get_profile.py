@@ -16,13 +16,14 @@ from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.forecast import profile_cache
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Workload
-from duoka.models.from_checkpoint import build_model, notes_of
+from duoka.models.from_checkpoint import notes_of
 from duoka.planner.planner import with_chunks
 from duoka.planner.resolve import joined_note, workload_for
 from duoka.runtime import load as loader
 from duoka.runtime.call.generate import refuse_without_generation
 from duoka.runtime.dispatch.dispatch import without_data
 from duoka.runtime.dispatch.place_tensors import parameter_bytes
+from duoka.runtime.load.adapter import build_to_serve
 from duoka.tracing import (
     Irregular,
     TraceSpec,
@@ -39,7 +40,7 @@ def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
     workload = workload_for(checkpoint, workload)
     profile = profile_cache.find_profile(checkpoint.fingerprint, workload)
     if profile is None:
-        model = build_model(checkpoint, workload)
+        model = build_to_serve(checkpoint, workload)
         if checkpoint.format == "safetensors":
             # A checkpoint whose tensors don't match the model could never be loaded.
             loader.refuse_differences(model, checkpoint)
@@ -50,7 +51,7 @@ def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
             published=None if checkpoint.tensors is None else tuple(checkpoint.tensors),
             conditions=workload.conditions,
         )
-        build = partial(build_model, checkpoint, workload)
+        build = partial(build_to_serve, checkpoint, workload)
         profile, regular = _trace(build, spec, workload, batched=True)
         # The profile has the dtype of the first parameter, which may be one kept in another dtype.
         if (layers := profile.outline.joined_layers) is not None:

@@ -78,6 +78,9 @@ def to_layer_pipeline(plan: Plan, tool: str) -> LayerPipeline:
         raise export_error(tool, f"{len(plan.offloaded)} {why}", "plan without offload")
     if "cpu" in plan.devices:
         raise export_error(tool, "modules run on the CPU", "plan for GPUs only")
+    if plan.workload.adapters:
+        why = "it has adapters that requests choose"
+        raise export_error(tool, why, f"plan without --adapter, and give the adapters to {tool}")
     entries = plan.placement.entries
     main = main_list([name for name, _ in entries])
     if main is None:

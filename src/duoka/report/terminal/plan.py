@@ -291,6 +291,8 @@ def _inference_facts(workload: Workload) -> Iterator[str]:
     yield f"up to {workload.batch} requests" if is_served else f"batch {workload.batch}"
     yield f"context {workload.context_tokens} {new}"
     yield from _image_facts(workload)
+    if workload.adapters:
+        yield f"adapters {', '.join(name for name, _ in workload.adapters)}"
     if workload.is_paged:
         yield f"steps of {chunk or workload.prompt_tokens} tokens"
     else:

@@ -29,6 +29,8 @@ class Chunk:
         no token follows yet, since the prompt goes on after this chunk.
     images : ImagePrompt, optional
         The whole prompt, if it has images: it is then a single chunk.
+    adapter : int
+        Number of the sequence's adapter, from 1; 0 for none.
     """
 
     sequence: int
@@ -37,6 +39,7 @@ class Chunk:
     pages: Sequence[int]
     row: Any
     images: ImagePrompt | None = None
+    adapter: int = 0
 
     @property
     def end(self) -> int:

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from duoka.errors import ModelError
-from duoka.forecast.workload import Training, Workload, refuse_short
+from duoka.forecast.alloc_events import refuse_short
+from duoka.forecast.workload import Training, Workload
 
 from ..image_inputs import ImagePrompts
 from ..optimizers import make_optimizer, update

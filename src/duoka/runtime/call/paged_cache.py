@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -87,6 +87,8 @@ class PagedCache:
 
     Attributes
     ----------
+    rank_owners : sequence of int
+        The number of the adapter of each rank of the model's stacked adapters.
     layer_windows : dict
         The window of each layer, once all are known.
     unpacked : dict
@@ -95,6 +97,7 @@ class PagedCache:
 
     def __init__(self, capacity: Capacity, windows: Collection[int] = (0,)) -> None:
         self.capacity = capacity
+        self.rank_owners: Sequence[int] = ()
         self.windows = tuple(sorted(windows))
         self.layer_windows: dict[int, int] = {}
         self.unpacked: dict[int, Tensor] = {}

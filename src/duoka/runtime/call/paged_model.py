@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from duoka.errors import ModelError
 from duoka.forecast.serving import FIRST, Capacity, StepSize, WarmUp
 from duoka.forecast.workload import LATENT_PAGE_TOKENS
+from duoka.models.adapter_stacks import ranks_of
 from duoka.models.kv_cache import new_cache
 from duoka.models.quantization import computing_devices
 from duoka.report.measured import Fallback
@@ -76,6 +77,8 @@ class PagedModel:
             self._reasons_to_gather = reasons
             capacity = replace(capacity, gathers=any(reasons.values()))
         self.cache = PagedCache(capacity, {0, *windows})
+        self._ranks = ranks_of(model)
+        self.cache.rank_owners = self._ranks.owners
         self.graphs = StepGraphs(self.device)
         self.runs_ahead = runs_ahead
         self._sampled: Tensor | None = None  # of the latest step, by its rows of logits
@@ -113,13 +116,15 @@ class PagedModel:
         Raises
         ------
         ModelError
-            If a layer's attention isn't causal, or a layer calls attention more than once.
+            If a layer's attention isn't causal, a layer calls attention more than once, or a module
+            with stacked adapters isn't called.
         """
         step = self.step(size=FIRST)
         logits = self.call(step, self.device)()
         for number, window in enumerate(_windows_of(self.model)):
             if step.windows.get(number, window) != window:
                 raise ModelError(f"layer {number} has a sliding window that its attention ignores")
+        self._ranks.refuse_uncalled()
         self._omit_masks(step.windows)
         draw_in_every_way(logits)
 

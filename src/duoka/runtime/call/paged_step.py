@@ -174,7 +174,8 @@ class PagedStep:
     #     0, 1, … gathered_tokens - 1 │ slots │ positions │ pages │ positions … │ inputs
     #     the positions of keys       │ [t]   │ window 0          │ window w    │ [2t + l]
     #
-    # The inputs are the tokens, their positions, and the rows of logits. Where attention reads
+    # The inputs are the tokens, their positions, and the rows of logits. With stacked adapters they
+    # come after the adapter of each token, and the one that owns each rank. Where attention reads
     # pages in place, block tables are in the place of key positions, and of positions and pages:
     #
     #     slots │ block tables   │ inputs
@@ -191,6 +192,13 @@ class PagedStep:
         """Return the slot mapping, [tokens]: the slot of the cache for each token."""
         start = self.cache.capacity.gathered_tokens
         return table[start : start + self.num_tokens]
+
+    def foreign_ranks(self, table: Tensor) -> Tensor:
+        """Return for each token which ranks belong to other adapters, [tokens, ranks]."""
+        number, ranks = self.num_tokens, len(self.cache.rank_owners)
+        stop = len(table) - 2 * number - len(self.last_rows)
+        chosen, owners = table[stop - ranks - number : stop].split((number, ranks))
+        return torch.ne(chosen[:, None], owners)
 
     def block_tables(self, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the block tables, all int32.
@@ -274,6 +282,9 @@ class PagedStep:
             yield _padded(self._form_groups(window, firsts), cache.capacity.page_numbers)
         if cache.capacity.has_block_tables:
             yield _padded(self._make_block_tables(), cache.capacity.page_numbers)
+        if cache.rank_owners:
+            yield _padded([self.chunks[at].adapter for at in self._chunk_of], number)
+            yield np.array(cache.rank_owners)
         yield _padded([token for chunk in self.chunks for token in chunk.tokens], number)
         yield _padded(positions, number)
         yield np.array(self.last_rows, np.int64)

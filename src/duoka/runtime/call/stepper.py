@@ -15,8 +15,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from duoka.forecast.alloc_events import refuse_short
 from duoka.forecast.profile import Phase
-from duoka.forecast.workload import Conditions, Workload, refuse_short
+from duoka.forecast.workload import Conditions, Workload
 from duoka.models.cache_argument import CACHE_NAMES, cache_in
 from duoka.models.kv_cache import lengthen, longer
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from duoka.base.text import is_within, longest_prefix
 from duoka.errors import Faults, ModelError, PlacementError
+from duoka.models.adapter_stacks import STACKS
 from duoka.models.quantization import empty_weight, is_composed, move_weight
 from duoka.models.quantization import on_host as host_experts
 from duoka.planner.placement import Placement
@@ -43,9 +44,10 @@ def parameter_bytes(model: nn.Module) -> int:
 
 def invent_values(model: nn.Module) -> None:
     """Fill weights with random values, so that model code can read computed results."""
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            fill(parameter.data)
+    stacks = (buffer for name, buffer in model.named_buffers() if name.endswith(STACKS))
+    for tensor in (*model.parameters(), *stacks):
+        if tensor.is_floating_point():
+            fill(tensor.data)
 
 
 def fill(data: Tensor) -> Tensor:

@@ -14,16 +14,20 @@ from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from duoka.checkpoint.adapters import CONFIG, adapter_file, digest_of
+from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.headers import read_header, read_json, reading
 from duoka.errors import CheckpointError
-from duoka.models.lora import LoraAdapter, LowRank
+from duoka.forecast.workload import Workload
+from duoka.models.adapter_stacks import add_stacks, fill_stacks
+from duoka.models.from_checkpoint import build_model
+from duoka.models.lora import LoraAdapter, LowRank, merge_adapter, native_form
 
 from .pickles import load_pickle
 
-_CONFIG = "adapter_config.json"
 _UNLIKE = "both files must belong to one adapter: download it again"
-_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _TENSOR = re.compile(
     r"(?:base_model\.model\.)?(?P<module>[\w.]+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])"
     r"(?:\.default)?(?:\.weight)?",
@@ -50,13 +54,8 @@ def read_adapter(directory: Path) -> LoraAdapter:
     CheckpointError
         If the directory has no adapter, or one that is damaged or other than plain LoRA.
     """
-    path = next((directory / name for name in _FILES if (directory / name).is_file()), None)
-    if path is None or not (directory / _CONFIG).is_file():
-        raise CheckpointError(
-            f"{directory} has no adapter",
-            hint=f"give the directory that contains {_CONFIG} and {_FILES[0]}",
-        )
-    config = read_json(directory / _CONFIG)
+    path = adapter_file(directory)
+    config = read_json(directory / CONFIG)
     _refuse_other_kinds(directory, config)
     parts: dict[str, dict[str, Tensor]] = {}
     embeddings = set()
@@ -75,6 +74,42 @@ def read_adapter(directory: Path) -> LoraAdapter:
         raise CheckpointError(f"{path} contains no tensors")
     base = config.get("base_model_name_or_path")
     return LoraAdapter(layers=layers, base=base if isinstance(base, str) else "")
+
+
+def _read_adapters(checkpoint: Checkpoint, workload: Workload) -> dict[str, LoraAdapter]:
+    """Read the adapters of a workload, by name, in native form.
+
+    Raises
+    ------
+    CheckpointError
+        If an adapter isn't the one of the plan; and as for `read_adapter`.
+    """
+    adapters = {}
+    for (name, directory), digest in zip(workload.adapters, workload.adapter_digests, strict=True):
+        if digest != digest_of(directory):
+            raise CheckpointError(
+                f"{directory} has another adapter than the one that the plan was made for",
+                hint="make the plan again (--replan)",
+            )
+        adapters[name] = native_form(read_adapter(Path(directory)), checkpoint.config)
+    return adapters
+
+
+def build_to_serve(checkpoint: Checkpoint, workload: Workload) -> PreTrainedModel:
+    """Build a model as `build_model` does, with stacks for the adapters of its workload."""
+    model = build_model(checkpoint, workload)
+    if workload.adapters:
+        add_stacks(model, _read_adapters(checkpoint, workload))
+    return model
+
+
+def apply_adapters(
+    model: PreTrainedModel, checkpoint: Checkpoint, workload: Workload, merged: LoraAdapter | None
+) -> None:
+    """Merge an adapter into a loaded model, and fill the stacks of `build_to_serve`."""
+    if merged is not None:
+        merge_adapter(model, native_form(merged, checkpoint.config))
+    fill_stacks(model, _read_adapters(checkpoint, workload))
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
@@ -136,10 +171,10 @@ def _get_setting(path: Path, config: Mapping[str, Any], key: str, pattern: str, 
     for end in patterns if isinstance(patterns, dict) else ():
         # peft reads entries as regular expressions, which an attacker can make run for ever.
         if not _MODULE.fullmatch(end):
-            raise CheckpointError(f"{pattern} of {path.parent / _CONFIG} has {end[:80]!r} in it")
+            raise CheckpointError(f"{pattern} of {path.parent / CONFIG} has {end[:80]!r} in it")
         if name == end.removeprefix("^") or name.endswith(f".{end}"):
             value = patterns[end]
             break
     if type(value) not in (int, float) or not 0 < value < 2**31:
-        raise CheckpointError(f"{path.parent / _CONFIG} says that {key} is {str(value)[:40]!r}")
+        raise CheckpointError(f"{path.parent / CONFIG} says that {key} is {str(value)[:40]!r}")
     return float(value)
