@@ -1,8 +1,8 @@
-// The conversation: what is asked, what comes back, stopping, trying again.
+// The conversation: what is asked, what comes back, stopping, asking again or something else.
 
 import { ApiError, streamChat } from "./api.js";
 import { conversation, settings } from "./store.js";
-import { byId } from "./dom.js";
+import { byId, focusPrompt } from "./dom.js";
 import { say } from "./texts.js";
 import { TurnView } from "./turn.js";
 
@@ -17,8 +17,9 @@ export class Chat {
   #atEnd = true;
 
   /** `askForKey()` resolves to whether there is a new key; `onState(running)` follows a run. */
-  constructor({ model, askForKey, onState }) {
+  constructor({ model, thinking, askForKey, onState }) {
     this.model = model;
+    this.thinking = thinking;
     this.askForKey = askForKey;
     this.onState = onState;
     for (const turn of this.#turns) {
@@ -67,7 +68,7 @@ export class Chat {
   }
 
   #addView(turn) {
-    const view = new TurnView(turn, () => this.#retry(turn, view));
+    const view = new TurnView(turn, (text) => this.#askAgain(turn, view, text));
     this.#views.push(view);
     this.#root.append(view.node);
     return view;
@@ -75,8 +76,14 @@ export class Chat {
 
   #show() {
     byId("welcome").hidden = this.#turns.length > 0;
-    for (const view of this.#views) view.node.classList.toggle("last", view === this.#views.at(-1));
+    this.#showViews();
     this.#noteScroll();
+  }
+
+  #showViews() {
+    for (const view of this.#views) {
+      view.showPlace({ isLast: view === this.#views.at(-1), isBusy: this.running });
+    }
   }
 
   #noteSize() {
@@ -93,16 +100,23 @@ export class Chat {
     byId("newest").hidden = this.#atEnd;
   }
 
-  #retry(turn, view) {
-    if (this.running || turn !== this.#turns.at(-1)) return;
-    Object.assign(turn, unanswered());
+  /** Asks a question again, or another in its place; what follows it is removed. */
+  #askAgain(turn, view, text = turn.text) {
+    const number = this.#turns.indexOf(turn) + 1;
+    if (this.running || number === 0) return;
+    this.#turns.length = number;
+    for (const later of this.#views.splice(number)) later.node.remove();
+    Object.assign(turn, { text }, unanswered());
+    view.showQuestion();
     this.#atEnd = true;
+    focusPrompt(); // the button that was pressed is gone
     this.#run(turn, view);
   }
 
   async #run(turn, view) {
     const stopper = new AbortController();
     this.#stopper = stopper;
+    this.#showViews();
     this.onState(true);
     conversation.write(this.#turns); // the question, should the page be left before the answer
     let fault = null;
@@ -115,8 +129,9 @@ export class Chat {
     this.#stopper = null;
     // Cleared meanwhile: the turn is no more.
     if (this.#turns.includes(turn)) this.#end(turn, view, fault);
+    this.#showViews();
     this.onState(false);
-    if (fault?.status === 401 && (await this.askForKey())) this.#retry(turn, view);
+    if (fault?.status === 401 && (await this.askForKey())) this.#askAgain(turn, view);
   }
 
   async #receive(turn, view, signal) {
@@ -168,6 +183,8 @@ export class Chat {
     const body = { model: this.model(), messages: toMessages(system, this.#turns) };
     if (temperature !== null) body.temperature = temperature;
     if (maxTokens !== null) body.max_tokens = maxTokens;
+    const thinking = this.thinking();
+    if (thinking !== null) body.chat_template_kwargs = { enable_thinking: thinking };
     return body;
   }
 }

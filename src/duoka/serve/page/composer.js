@@ -1,8 +1,11 @@
-// The box at the foot of the page: writing, attaching pictures, sending, stopping.
+// The box at the foot of the page: writing, attaching pictures, thinking or not, sending, stopping.
 
-import { byId, element, icon } from "./dom.js";
+import { byId, element, fitHeight, icon, isSendKey } from "./dom.js";
 import { imageFiles, readImage } from "./images.js";
+import { settings } from "./store.js";
 import { label, say } from "./texts.js";
+
+const THINKING = { default: null, on: true, off: false };
 
 export class Composer {
   #images = []; // data URLs
@@ -21,11 +24,27 @@ export class Composer {
     byId("stop").addEventListener("click", onStop);
     this.prompt.addEventListener("input", () => this.#refresh());
     this.prompt.addEventListener("keydown", (event) => this.#onKey(event, onStop));
+    byId("thinking").addEventListener("change", ({ target }) => {
+      settings.write({ ...settings.read(), thinking: THINKING[target.value] });
+    });
     this.#listenForImages();
+    this.showThinking();
     this.#refresh();
   }
 
-  setServer({ ready, maxImages }) {
+  /** Whether the model shall think; null for the server's default, or where there is no choice. */
+  get thinking() {
+    return byId("thinking").hidden ? null : THINKING[byId("thinking").value];
+  }
+
+  showThinking() {
+    const { thinking } = settings.read();
+    byId("thinking").value = Object.keys(THINKING).find((name) => THINKING[name] === thinking);
+  }
+
+  /** A server that doesn't answer leaves open whether thinking can be switched. */
+  setServer({ ready, maxImages, switchesThinking = !byId("thinking").hidden }) {
+    byId("thinking").hidden = !switchesThinking;
     this.#ready = ready;
     this.#maxImages = maxImages;
     this.#refresh();
@@ -40,11 +59,7 @@ export class Composer {
 
   #onKey(event, onStop) {
     if (event.key === "Escape" && this.#running) onStop();
-    // An Enter that ends the choice of a Chinese character sends nothing (229 is how Safari says
-    // so); on a phone's keyboard it is the only way to a new line.
-    const composing = event.isComposing || event.keyCode === 229;
-    const sends = event.key === "Enter" && !event.shiftKey && !composing;
-    if (!sends || matchMedia("(hover: none) and (pointer: coarse)").matches) return;
+    if (!isSendKey(event)) return;
     event.preventDefault();
     this.#send();
   }
@@ -69,8 +84,7 @@ export class Composer {
     byId("send").disabled = !this.#maySend;
     byId("stop").hidden = !this.#running;
     byId("attach").hidden = this.#maxImages === 0;
-    this.prompt.style.height = "auto";
-    this.prompt.style.height = `${this.prompt.scrollHeight}px`;
+    fitHeight(this.prompt);
     this.#showImages();
   }
 

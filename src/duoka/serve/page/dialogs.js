@@ -16,6 +16,7 @@ export function settingsDialog(onForget) {
   }
   for (const input of [system, temperature, maxTokens]) {
     input.addEventListener("input", () => settings.write({
+      ...settings.read(),
       system: system.value.trim(), temperature: number(temperature), maxTokens: number(maxTokens),
     }));
   }

@@ -1,6 +1,6 @@
 // The few lines that a framework would have been used for.
 
-import { label } from "./texts.js";
+import { label, say } from "./texts.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -34,6 +34,33 @@ export function toolButton(iconName, textName, onclick) {
   const node = element("button", { class: "tool", type: "button" }, icon(iconName));
   node.addEventListener("click", onclick);
   return label(node, textName);
+}
+
+/** A button of words. */
+export function wordButton(textName, look, onclick) {
+  const node = element("button", { class: look, type: "button" });
+  node.addEventListener("click", onclick);
+  return say(node, textName);
+}
+
+/** True for an Enter that sends what is written in a box of several lines. */
+export function isSendKey(event) {
+  // An Enter that ends the choice of a Chinese character sends nothing (229 is how Safari says
+  // so); on a phone's keyboard it is the only way to a new line.
+  const composing = event.isComposing || event.keyCode === 229;
+  if (event.key !== "Enter" || event.shiftKey || composing) return false;
+  return !matchMedia("(hover: none) and (pointer: coarse)").matches;
+}
+
+/** Makes a box as high as what is written in it. */
+export function fitHeight(area) {
+  area.style.height = "auto";
+  area.style.height = `${area.scrollHeight + area.offsetHeight - area.clientHeight}px`;
+}
+
+/** Puts the cursor into the message box; not on a phone, where that brings up the keyboard. */
+export function focusPrompt() {
+  if (matchMedia("(hover: hover)").matches) byId("prompt").focus();
 }
 
 export const byId = (id) => document.getElementById(id);

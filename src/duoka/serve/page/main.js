@@ -4,7 +4,7 @@ import { fetchJson } from "./api.js";
 import { Chat } from "./chat.js";
 import { Composer } from "./composer.js";
 import { keyDialog, settingsDialog } from "./dialogs.js";
-import { byId, element } from "./dom.js";
+import { byId, element, focusPrompt } from "./dom.js";
 import { Monitor } from "./monitor.js";
 import { StatusPoll, overallState } from "./status.js";
 import { keepTheme, language } from "./store.js";
@@ -18,6 +18,7 @@ setLanguage(language.read() ?? (navigator.language.startsWith("zh") ? "zh" : "en
 
 const chat = new Chat({
   model: () => byId("models").value || byId("model").textContent,
+  thinking: () => composer.thinking,
   askForKey: async () => {
     const answered = await askForKey();
     if (answered) onNewKey();
@@ -75,7 +76,11 @@ function showStatus(status) {
   showState(overall.state, overall);
   byId("model").textContent = status.model;
   document.title = `${status.model} · duoka`;
-  composer.setServer({ ready: ["ready", "some"].includes(overall.state), maxImages: status.images });
+  composer.setServer({
+    ready: ["ready", "some"].includes(overall.state),
+    maxImages: status.images,
+    switchesThinking: status.switches_thinking,
+  });
   monitor.update(status);
   if (!modelsLoaded) loadModels();
 }
@@ -145,11 +150,13 @@ byId("new-chat").addEventListener("click", () => {
   chat.clear();
   byId("prompt").focus();
 });
-settingsDialog(() => chat.clear());
+settingsDialog(() => {
+  chat.clear();
+  composer.showThinking();
+});
 
 showPanel(wide.matches);
 say(byId("state"), "stateConnecting");
 loadModels();
 poll.ask();
-// On a phone that would bring up the keyboard.
-if (matchMedia("(hover: hover)").matches) byId("prompt").focus();
+focusPrompt();

@@ -3,7 +3,9 @@
 // Content-Security-Policy is the third wall, and stands alone if both of these fall.
 
 import { Marked } from "./marked.esm.js";
-import { copyButton, element } from "./dom.js";
+import { codeBlock } from "./code.js";
+import { element } from "./dom.js";
+import { drawFormulas, formulas } from "./formulas.js";
 
 const purify = window.DOMPurify;
 
@@ -24,7 +26,7 @@ const CLEAN = {
 
 purify.addHook("afterSanitizeAttributes", (node) => {
   // A class of the page's own would let an answer look like a part of the page.
-  if (!/^language-[\w+#.-]+$/.test(node.className) || node.tagName !== "CODE") {
+  if (!/^(language-[\w+#.-]+|math)$/.test(node.className) || node.tagName !== "CODE") {
     node.removeAttribute("class");
   }
   if (node.tagName === "A") {
@@ -35,7 +37,7 @@ purify.addHook("afterSanitizeAttributes", (node) => {
 
 const escape = (text) => text.replace(/[&<>"']/g, (sign) => `&#${sign.charCodeAt(0)};`);
 
-const marked = new Marked({
+const marked = new Marked(formulas, {
   gfm: true,
   renderer: {
     // Models break lines in tables this way, and no other.
@@ -51,18 +53,18 @@ const marked = new Marked({
   },
 });
 
-/** Shows growing Markdown in `root`: only blocks that changed are made anew. */
+/** Shows growing Markdown in `root`: only blocks that changed, or ended, are made anew. */
 export class MarkdownView {
   #root;
-  #sources = []; // the Markdown of each child of root
+  #sources = []; // the Markdown of each child of root, and whether it had ended
 
   constructor(root) {
     this.#root = root;
   }
 
-  update(source) {
+  update(source, streaming = true) {
     try {
-      this.#updateBlocks(marked.lexer(source));
+      this.#updateBlocks(marked.lexer(source, { ...marked.defaults, streaming }), streaming);
     } catch (fault) {
       // Nested deeper than the parser's stack, most likely.
       console.error(fault);
@@ -75,27 +77,31 @@ export class MarkdownView {
   finish(source) {
     this.#sources = [];
     this.#root.replaceChildren();
-    this.update(source);
+    this.update(source, false);
   }
 
-  #updateBlocks(tokens) {
+  #updateBlocks(tokens, streaming) {
     const blocks = tokens.filter((token) => token.type !== "space" && token.type !== "def");
     for (const [index, token] of blocks.entries()) {
-      if (this.#sources[index] === token.raw) continue;
-      const node = renderBlock(token);
+      // Colors for code that still grows would be computed anew with every word.
+      const isFinished = !streaming || index < blocks.length - 1;
+      const source = `${isFinished} ${token.raw}`;
+      if (this.#sources[index] === source) continue;
+      const node = renderBlock(token, isFinished);
       if (index < this.#root.children.length) this.#root.children[index].replaceWith(node);
       else this.#root.append(node);
-      this.#sources[index] = token.raw;
+      this.#sources[index] = source;
     }
     while (this.#root.children.length > blocks.length) this.#root.lastChild.remove();
     this.#sources.length = blocks.length;
   }
 }
 
-function renderBlock(token) {
+function renderBlock(token, isFinished) {
   const content = purify.sanitize(marked.parser([token]), CLEAN);
-  for (const pre of content.querySelectorAll("pre")) wrap(pre, codeBlock);
+  for (const pre of content.querySelectorAll("pre")) wrap(pre, (node) => codeBlock(node, isFinished));
   for (const table of content.querySelectorAll("table")) wrap(table, scroller);
+  drawFormulas(content);
   return element("div", { class: "block" }, content);
 }
 
@@ -107,11 +113,3 @@ function wrap(node, make) {
 
 // What scrolls must be within the keyboard's reach.
 const scroller = (node) => element("div", { class: "scroller", tabindex: "0" }, node);
-
-function codeBlock(pre) {
-  const language = pre.querySelector("code")?.className.replace("language-", "") ?? "";
-  const copy = copyButton(() => pre.textContent.replace(/\n$/, ""));
-  const top = element("div", { class: "code-top" }, element("span", {}, language), copy);
-  pre.tabIndex = 0;
-  return element("div", { class: "code" }, top, pre);
-}

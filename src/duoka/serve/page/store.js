@@ -23,7 +23,7 @@ function write(storage, name, value) {
 
 export const settings = {
   read: () => ({
-    system: "", temperature: null, maxTokens: null, ...read("localStorage", "settings"),
+    system: "", temperature: null, maxTokens: null, thinking: null, ...read("localStorage", "settings"),
   }),
   write: (value) => write("localStorage", "settings", value),
 };

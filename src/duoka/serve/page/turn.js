@@ -1,6 +1,7 @@
 // One turn of a conversation on the page: a question, and its answer as it comes.
 
 import { copyButton, element, toolButton } from "./dom.js";
+import { QuestionView } from "./question.js";
 import { MarkdownView } from "./markdown.js";
 import { formatNumber, label, say } from "./texts.js";
 import { troubleCard } from "./trouble.js";
@@ -8,11 +9,12 @@ import { troubleCard } from "./trouble.js";
 export class TurnView {
   /**
    * A turn is `{text, images, answer, reasoning, end, tokens, speed}`; the last three are null
-   * until they are known. `retry` is called for the button.
+   * until they are known. `ask(text)` asks again: the question, or this text in its place.
    */
-  constructor(turn, retry) {
+  constructor(turn, ask) {
     this.turn = turn;
-    this.retry = retry;
+    this.retry = () => ask();
+    this.questionView = new QuestionView(turn, ask);
     this.answerRoot = element("div", { class: "markdown" });
     this.answerView = new MarkdownView(this.answerRoot);
     this.reasoningRoot = element("div", { class: "markdown" });
@@ -23,14 +25,15 @@ export class TurnView {
     this.wait.append(element("i"), element("i"), element("i"));
     this.trouble = element("div");
     this.meta = element("span", { class: "meta" });
+    this.regenerate = toolButton("retry", "regenerate", this.retry);
     this.foot = element(
       "div",
       { class: "turn-foot", hidden: true },
       copyButton(() => this.turn.answer),
-      toolButton("retry", "retry", retry),
+      this.regenerate,
       this.meta,
     );
-    this.node = element("div", { class: "turn" }, questionNode(turn), this.#answerNode());
+    this.node = element("div", { class: "turn" }, ...this.questionView.nodes, this.#answerNode());
   }
 
   #answerNode() {
@@ -39,6 +42,18 @@ export class TurnView {
       { class: "answer" },
       this.reasoning, this.answerRoot, this.wait, this.trouble, this.foot,
     );
+  }
+
+  showQuestion() {
+    this.questionView.show();
+  }
+
+  /** While an answer comes, to any question, nothing else can be asked. */
+  showPlace({ isLast, isBusy }) {
+    this.node.classList.toggle("last", isLast);
+    this.regenerate.disabled = isBusy;
+    label(this.regenerate, isLast ? "regenerate" : "regenerateHere");
+    this.questionView.showPlace({ isLast, isBusy });
   }
 
   /** While the answer comes. */
@@ -88,16 +103,4 @@ export class TurnView {
     }
     this.meta.replaceChildren(...parts);
   }
-}
-
-function questionNode({ text, images }) {
-  const pictures = images.map((source, index) =>
-    label(element("img", { src: source, alt: "" }), "attachedImage", { number: index + 1 }));
-  return element(
-    "article",
-    { class: "question" },
-    say(element("h3", { class: "hidden" }), "you"),
-    pictures.length ? element("div", { class: "pictures" }, ...pictures) : null,
-    text ? element("p", { class: "as-text" }, text) : null,
-  );
 }
