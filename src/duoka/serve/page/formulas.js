@@ -30,7 +30,7 @@ const TEX = {
   maxSize: 20, // em; what a model writes must not cover the page
 };
 const MAX_CHARACTERS = 10000;
-const MAX_CACHED = 300;
+const MAX_CACHED = 2000;
 
 // Formulas have no backticks: what looks like a formula around code is none. A backslash and the
 // sign after it are one, so that neither `\$` nor the bracket of `\\]` ends anything.
@@ -119,7 +119,7 @@ const cache = new Map(); // source: MathML, or null; a growing list is drawn eve
 
 function cached(source) {
   if (!cache.has(source)) {
-    if (cache.size >= MAX_CACHED) cache.clear();
+    if (cache.size >= MAX_CACHED) cache.delete(cache.keys().next().value);
     cache.set(source, draw(source));
   }
   return cache.get(source)?.cloneNode(true) ?? null;
@@ -131,7 +131,9 @@ function draw(source) {
   if (tex.length > MAX_CHARACTERS) return null;
   try {
     const markup = katex.renderToString(tex, { ...TEX, displayMode: isDisplay(source) });
-    const math = purify.sanitize(markup, CLEAN).querySelector("math");
+    // The policy complains of styles before they are cleaned.
+    const plain = markup.replace(/ style="[^"]*"/g, "");
+    const math = purify.sanitize(plain, CLEAN).querySelector("math");
     math.querySelectorAll("mtable").forEach(arrangeTable);
     math.querySelectorAll("[mathvariant]").forEach(changeLetters);
     math.querySelectorAll("mover, munder").forEach(drawBar);

@@ -1,0 +1,252 @@
+r"""Formulas in the page's Markdown: `$…$`, `\(…\)`, `$$…$$` and `\[…\]`; see `test_page.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from chromium import Chromium, Page
+from page_server import POLICY, FakeServer, Reply, answer, chunk, ending
+
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("browser")]
+
+# The text of a block, with formulas in brackets: ⟦in a line⟧, ⟦⟦on lines of their own⟧⟧.
+READ = """
+(root) => {
+  const copy = root.cloneNode(true);
+  for (const node of copy.querySelectorAll('.formula')) {
+    const [math, ...more] = node.children;
+    if (math.localName !== 'math' || more.length) return 'no formula';
+    const text = math.textContent.replace(/[\\u2061\\u200b]/g, '');
+    const display = node.matches('.display') && math.getAttribute('display') === 'block';
+    node.replaceWith(display ? `⟦⟦${text}⟧⟧` : `⟦${text}⟧`);
+  }
+  return [...copy.children].map((block) => block.textContent.trim());
+}
+"""
+FORMULAS = {
+    "It is $x_1^2$.": "It is ⟦x12⟧.",
+    r"It is \(a + b\), no?": "It is ⟦a+b⟧, no?",
+    "其中$d$是维度，$n$ 是长度": "其中⟦d⟧是维度，⟦n⟧ 是长度",
+    r"in \[ a \] a line": "in ⟦⟦a⟧⟧ a line",
+    "so $$ a $$ in a line": "so ⟦⟦a⟧⟧ in a line",
+    "$$x$$ begins a line": "⟦⟦x⟧⟧ begins a line",
+    r"\[ x \].": "⟦⟦x⟧⟧.",
+    "the $i$th, $n$-th and $k$s": "the ⟦i⟧th, ⟦n⟧-th and ⟦k⟧s",
+    r"3$\times$3": "3⟦×⟧3",
+    r"$\{x\}$ and $\$5$": "⟦{x}⟧ and ⟦$5⟧",
+    "$a * b$ and $c * d$, $e_1$ _f_ $g_2$": "⟦a∗b⟧ and ⟦c∗d⟧, ⟦e1⟧ f ⟦g2⟧",
+    "**bold $a*b*c$ end** *$x$*": "bold ⟦a∗b∗c⟧ end ⟦x⟧",
+    "# About $x$": "About ⟦x⟧",
+    "> $x$": "⟦x⟧",
+    "[to $x$](https://example.org)": "to ⟦x⟧",
+    r"$2 \text{ and } 3$": "⟦2 and 3⟧".replace(" ", "\u00a0"),
+    "$5$ and $6$": "⟦5⟧ and ⟦6⟧",
+    r"$\text{多卡} < y$": "⟦多卡<y⟧",
+    "costs $5, where $x$ is": "costs $5, where ⟦x⟧ is",
+    r"`$a$` and $b$ and `\(c\)`": r"$a$ and ⟦b⟧ and \(c\)",
+    "$\\mathbb{R}\\mathfrak{g}\\mathcal{LA}\\mathbf{w}$": "⟦ℝ𝔤ℒ𝒜w⟧",
+}
+TEXTS = [
+    "It costs $5 and $6.",
+    "It costs $5, or 6$ there.",
+    "$5-$10, US$5 and US$6",
+    "价格是$5，或者6$。",
+    "$HOME/bin:$PATH",
+    "a $ b $ c",
+    "$x, and no end",
+    "$ x$ and $x $",
+    "$a`b$c`",
+]
+CODE = [r"`$x$`", "```\n$$x$$\n\\[y\\]\n```", "```tex\n$x$\n```", "    $$x$$", "`` \\(`x`\\) ``"]
+
+
+def open_view(page: Page) -> None:
+    page.wait_text("#state", "Ready")
+    page.evaluate(
+        "import('/page/markdown.js').then(({ MarkdownView }) => {"
+        "window.root = document.getElementById('welcome'); root.className = 'markdown';"
+        f"root.replaceChildren(); window.view = new MarkdownView(root); window.read = {READ} }})"
+    )
+
+
+@pytest.fixture
+def page(browser: Chromium, server: FakeServer) -> Iterator[Page]:
+    with browser.page(server.url) as opened:
+        open_view(opened)
+        yield opened
+        assert opened.complaints() == []
+
+
+def finished(page: Page, text: str) -> list[str]:
+    blocks: list[str] = page.evaluate(f"view.finish({json.dumps(text)}), read(root)")
+    return blocks
+
+
+def streamed(page: Page, text: str) -> list[str]:
+    blocks: list[str] = page.evaluate(f"view.update({json.dumps(text)}), read(root)")
+    return blocks
+
+
+def test_formulas_as_models_write_them(page: Page) -> None:
+    for text, expected in FORMULAS.items():
+        assert finished(page, text) == [expected]
+    assert page.evaluate("view.finish('**a $b*c*d$ e**'), root.innerHTML").count("<strong>") == 1
+
+
+def test_formulas_on_lines_of_their_own(page: Page) -> None:
+    for start, end in (("$$", "$$"), (r"\[", r"\]")):
+        formula = f"{start}\na\n+ b\n\n- c\n{end}"
+        assert finished(page, f"So:\n{formula}\nwhere") == ["So:", "⟦⟦a+b−c⟧⟧", "where"]
+        assert finished(page, f"1. So:\n   {start}x{end}\n2. $y$") == ["So:\n⟦⟦x⟧⟧\n⟦y⟧"]
+        assert finished(page, f"> {start}\n> x\n> {end}") == ["⟦⟦x⟧⟧"]
+        assert finished(page, f"{start}\nx\n{end} where $y$") == ["⟦⟦x⟧⟧", "where ⟦y⟧"]
+    aligned = r"\[\begin{aligned} a &= b \\ &= c \end{aligned}\]"
+    assert finished(page, aligned) == ["⟦⟦a=b=c⟧⟧"]
+    cells = "[...root.querySelectorAll('mtd')].map((cell) => getComputedStyle(cell).textAlign)"
+    assert page.evaluate(cells) == ["right", "left", "right", "left"]
+    assert finished(page, "| a |\n|---|\n| $x^2$ |")[0].endswith("⟦x2⟧")
+
+
+def test_sums_of_money_and_code_stay_text(page: Page) -> None:
+    for text in TEXTS:
+        assert finished(page, text) == streamed(page, text) == [text.replace("`", "")]
+    assert finished(page, r"\$5 and \$6") == ["$5 and $6"]
+    for text in CODE:
+        finished(page, text)
+        assert page.evaluate("root.querySelectorAll('code').length === 1 && !window.math")
+        assert page.count(".markdown math") == 0
+    assert page.text(".markdown code") == r"\(`x`\)"
+
+
+def test_what_is_no_tex_stays_as_it_was_written(page: Page) -> None:
+    deep = "{" * 4000 + "}" * 4000
+    for text in (r"$\frac{1$", r"$\nosuchcommand$", r"\(\nosuchcommand\)", f"$${deep}$$"):
+        assert finished(page, text) == [text]
+    page.evaluate("console.error = () => { throw new Error('nothing to complain about') }")
+    assert finished(page, r"\[ \begin{x} \]") == [r"\[ \begin{x} \]"]
+
+
+@pytest.mark.parametrize(
+    ("formula", "expected"),
+    [
+        (r"\( a_1*b_2*c_3 \)", "⟦a1∗b2∗c3⟧"),
+        ("$$\na\n+ b\n# c\n$$", "⟦⟦a+b#c⟧⟧"),
+        ("\\[\na_1 * b\n- c\n=\n\\]", "⟦⟦a1∗b−c=⟧⟧"),
+        (r"So \[ a_*b_* \]", "So ⟦⟦a∗b∗⟧⟧"),
+    ],
+)
+def test_an_unfinished_formula_stays_text(page: Page, formula: str, expected: str) -> None:
+    """However much of it has come, it is one block with the text as it was written."""
+    formula = formula.replace("# c", r"\# c").replace("a_*b_*", "a*b*")
+    begin = next(n for n in range(len(formula)) if formula[n:].startswith(("\\(", "\\[", "$$")))
+    for length in range(begin + 2, len(formula)):
+        (text,) = streamed(page, formula[:length])
+        assert " ".join(text.split()) == " ".join(formula[:length].split())
+    assert streamed(page, formula) == finished(page, formula) == [expected]
+
+
+def test_a_formula_streams_in(browser: Chromium, server: FakeServer) -> None:
+    text = "So $x^2$ and\n\n$$\n\\frac{a}{b}\n$$\n\nfollows."
+    server.replies.append(Reply([*(chunk(content=sign) for sign in text), *ending()]))
+    with browser.page(server.url) as page:
+        page.wait_text("#state", "Ready")
+        page.ask("Why?")
+        page.wait_text(".answer .meta", "42 tokens")
+        assert page.count(".answer .formula math") == 2
+        assert page.count(".answer .formula.display mfrac") == 1
+        page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text }")
+        page.click(".turn-foot button[aria-label='Copy']")
+        assert page.wait("window.copied") == text
+        assert page.complaints() == []
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_formulas_are_drawn(browser: Chromium, server: FakeServer, width: int) -> None:
+    wide = " + ".join(f"x_{{{number}}}" for number in range(100))
+    boxed = r"$$\boxed{x}$$ $\cancel{y}$ $\overline{ab}$ $\left[\begin{array}{c|c} 1 & 2 \\ "
+    boxed += r"\hline 3 & 4 \end{array}\right]$"
+    server.replies.append(answer(f"$$\\frac{{a}}{{b}}$$\n\n$$ {wide} $$\n\nin ${wide}$\n\n{boxed}"))
+    with browser.page(server.url, width=width, height=844) as page:
+        page.wait_text("#state", "Ready")
+        page.ask("Draw")
+        page.wait_text(".answer .meta", "42 tokens")
+        # One term of a fraction is over the other; what is too wide scrolls by itself.
+        boxes = "[...document.querySelector('mfrac').children].map((n) => n.getBoundingClientRect())"
+        assert page.evaluate(f"(([over, under]) => over.bottom <= under.top)({boxes})")
+        assert page.evaluate("document.getElementById('messages').scrollWidth") <= width
+        scrollers = "[...document.querySelectorAll('.formula.display, .block')]"
+        assert page.evaluate(f"{scrollers}.filter((n) => n.scrollWidth > n.clientWidth).length") == 2
+        style = "getComputedStyle(document.querySelector('{}'))"
+        assert page.evaluate(f"{style.format('menclose[notation=box]')}.borderTopWidth") == "1px"
+        assert page.evaluate(f"{style.format('menclose[notation=top]')}.borderTopWidth") == "1px"
+        assert "gradient" in page.evaluate(f"{style.format('menclose:not([notation=box])')}.background")
+        assert page.evaluate(f"{style.format('mtd[data-beside]')}.borderRightWidth") == "1px"
+        assert page.evaluate(f"{style.format('[data-below] mtd')}.borderBottomWidth") == "1px"
+        assert page.complaints() == []
+
+
+HOSTILE = [
+    r"\href{javascript:window.pwned=1}{x}",
+    r"\url{javascript:window.pwned=1}",
+    r"\includegraphics{https://spy.example/a.png}",
+    r"\htmlStyle{position: fixed}{x}\htmlId{send}{x}\htmlClass{trouble}{x}\htmlData{text=send}{x}",
+    r"\text{<img src=x onerror=window.pwned=1><script>window.pwned=1</script>}",
+    r"\fcolorbox{red}{url(https://spy.example/a)}{x}",
+    r"\color{red;background:url(https://spy.example/b)}x",
+    r"\rule{9999em}{9999em}",
+    r"\def\a{\a\a}\a",
+    "x" * 20000,
+]
+# What a formula must not become, whatever KaTeX makes of it.
+MARKUP = [
+    "<math><mtext><img src=x onerror=window.pwned=1></mtext></math>",
+    "<math><mtext><table><mglyph><style><!--</style><img title='--&gt;&lt;img src=1 "
+    "onerror=window.pwned=1&gt;'></mglyph></table></mtext></math>",
+    "<math href='javascript:window.pwned=1' style=\"position:fixed\" id=send onclick=window.pwned=1>"
+    "<mi class=trouble>x</mi></math>",
+    "<math><annotation-xml encoding='text/html'><script>window.pwned=1</script></annotation-xml>"
+    "<semantics><mi>x</mi><annotation>y</annotation></semantics><maction>z</maction></math>",
+    "<svg onload=window.pwned=1><a xlink:href='javascript:window.pwned=1'>x</a></svg>",
+    "<math><mi><a href='javascript:window.pwned=1'>x</a></mi></math>",
+]
+HARMLESS: dict[str, Any] = {"foreign": [], "attributes": []}
+MATHML = "http://www.w3.org/1998/Math/MathML"
+
+
+def foreign(page: Page) -> dict[str, Any]:
+    """What there is in formulas beside MathML, and attributes that could do something."""
+    found: dict[str, Any] = page.evaluate(
+        "(() => { const all = [...root.querySelectorAll('.formula *')]; return {"
+        f"foreign: all.filter((n) => n.namespaceURI !== '{MATHML}').map((n) => n.outerHTML),"
+        "attributes: all.flatMap((n) => [...n.attributes].map((a) => a.name))"
+        ".filter((name) => /^(on|style|id|class|href|src|xlink)/.test(name)),"
+        "pwned: window.pwned } })()"
+    )
+    return found
+
+
+def test_hostile_formulas_are_harmless(page: Page) -> None:
+    for tex in HOSTILE:
+        page.evaluate(f"view.finish({json.dumps(f'$${tex}$$')})")
+        assert foreign(page) == HARMLESS, tex
+        sizes = "[...root.querySelectorAll('mspace')].map((n) => n.getAttribute('width'))"
+        assert set(page.evaluate(sizes)) <= {"20em"}
+        assert page.count("#welcome :is(img, a, script, svg)") == 0
+    assert not [address for address in page.addresses() if "spy" in address]
+
+
+def test_nothing_but_mathml_comes_of_a_formula(browser: Chromium, server: FakeServer) -> None:
+    """Even if KaTeX made something else, and the browser knew no policy."""
+    assert "script-src 'self'" in POLICY
+    server.policy = ""
+    with browser.page(server.url) as page:
+        open_view(page)
+        for number, markup in enumerate(MARKUP):
+            page.evaluate(
+                f"katex.renderToString = () => {json.dumps(markup)}; view.finish('${number}$')"
+            )
+            assert foreign(page) == HARMLESS, markup
+            assert page.count("#welcome :is(img, a, script, svg, style, annotation, maction)") == 0
