@@ -147,7 +147,7 @@ def test_stop_keeps_what_came_and_ends_the_request(
     page.wait_text(".meta", "stopped")
     assert forever.left.wait(60)
     assert "more more" in page.text(".answer")
-    page.click(".turn.last .turn-foot button[aria-label='Try again']")
+    page.click(".turn.last .turn-foot button[aria-label='Regenerate the answer']")
     page.wait_text(".answer > .markdown", "Whole.")
     assert "more" not in page.text(".answer > .markdown")
     assert server.chats[0] == server.chats[1]

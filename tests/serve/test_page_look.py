@@ -172,6 +172,24 @@ CONTRAST = """
 """
 
 
+COLORS = """
+```python
+@once
+def f(x: int = 2) -> None:  # a comment
+    r'A text.' + f'{x}'
+```
+
+```html
+<p class="a">&amp;</p>
+```
+
+```diff
+- old
++ new
+```
+"""
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_every_text_has_contrast(browser: Chromium, server: FakeServer, dark: bool) -> None:
     """4.5 to 1, which the Web Content Accessibility Guidelines ask for (AA)."""
@@ -181,7 +199,7 @@ def test_every_text_has_contrast(browser: Chromium, server: FakeServer, dark: bo
         device("cuda:3", 12, 10.8, 15),
     ]
     server.replies += [
-        answer("A [link](https://example.org), `code`.\n\n> more"),
+        answer(f"A [link](https://example.org), `code`, $x^2$.\n\n> more\n\n{COLORS}"),
         refusal(400, "no"),
     ]
     with browser.page(server.url, dark=dark) as page:
@@ -193,7 +211,9 @@ def test_every_text_has_contrast(browser: Chromium, server: FakeServer, dark: bo
         page.evaluate("Promise.all(document.getAnimations().map((a) => a.finished))")
         seen = page.evaluate(CONTRAST)
         assert seen["poor"] == []
-        assert seen["number"] > 30
+        assert seen["number"] > 60
+        colors = "new Set([...document.querySelectorAll('.code [class^=hljs-]')]"
+        assert page.evaluate(f"{colors}.map((n) => getComputedStyle(n).color)).size") >= 6
 
 
 def unnamed(page: Page) -> list[dict[str, Any]]:

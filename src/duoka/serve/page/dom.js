@@ -43,13 +43,14 @@ export function wordButton(textName, look, onclick) {
   return say(node, textName);
 }
 
+const isTouched = () => matchMedia("(hover: none) and (pointer: coarse)").matches;
+
 /** True for an Enter that sends what is written in a box of several lines. */
 export function isSendKey(event) {
   // An Enter that ends the choice of a Chinese character sends nothing (229 is how Safari says
   // so); on a phone's keyboard it is the only way to a new line.
   const composing = event.isComposing || event.keyCode === 229;
-  if (event.key !== "Enter" || event.shiftKey || composing) return false;
-  return !matchMedia("(hover: none) and (pointer: coarse)").matches;
+  return event.key === "Enter" && !event.shiftKey && !composing && !isTouched();
 }
 
 /** Makes a box as high as what is written in it. */
@@ -60,7 +61,7 @@ export function fitHeight(area) {
 
 /** Puts the cursor into the message box; not on a phone, where that brings up the keyboard. */
 export function focusPrompt() {
-  if (matchMedia("(hover: hover)").matches) byId("prompt").focus();
+  if (!isTouched()) byId("prompt").focus();
 }
 
 export const byId = (id) => document.getElementById(id);
