@@ -41,6 +41,7 @@ def status(state: str = "ready", reason: str | None = None) -> dict[str, Any]:
         "context_tokens": 8192,
         "sequences": 24,
         "images": 4,
+        "switches_thinking": False,
         "engines": [{"replica": 0, "state": state, "reason": reason, "devices": devices}],
         "running": 3,
         "waiting": 1,

@@ -31,6 +31,7 @@ FORMULAS = {
     r"It is \(a + b\), no?": "It is ⟦a+b⟧, no?",
     "其中$d$是维度，$n$ 是长度": "其中⟦d⟧是维度，⟦n⟧ 是长度",
     r"in \[ a \] a line": "in ⟦⟦a⟧⟧ a line",
+    r"a $ b $ c $ \frac{d}{e} $": "a ⟦b⟧ c ⟦de⟧",
     "so $$ a $$ in a line": "so ⟦⟦a⟧⟧ in a line",
     "$$x$$ begins a line": "⟦⟦x⟧⟧ begins a line",
     r"\[ x \].": "⟦⟦x⟧⟧.",
@@ -55,7 +56,7 @@ TEXTS = [
     "$5-$10, US$5 and US$6",
     "价格是$5，或者6$。",
     "$HOME/bin:$PATH",
-    "a $ b $ c",
+    "5 $ or 6 $ each",
     "$x, and no end",
     "$ x$ and $x $",
     "$a`b$c`",
@@ -174,15 +175,21 @@ def test_formulas_are_drawn(browser: Chromium, server: FakeServer, width: int) -
         page.ask("Draw")
         page.wait_text(".answer .meta", "42 tokens")
         # One term of a fraction is over the other; what is too wide scrolls by itself.
-        boxes = "[...document.querySelector('mfrac').children].map((n) => n.getBoundingClientRect())"
+        boxes = (
+            "[...document.querySelector('mfrac').children].map((n) => n.getBoundingClientRect())"
+        )
         assert page.evaluate(f"(([over, under]) => over.bottom <= under.top)({boxes})")
         assert page.evaluate("document.getElementById('messages').scrollWidth") <= width
         scrollers = "[...document.querySelectorAll('.formula.display, .block')]"
-        assert page.evaluate(f"{scrollers}.filter((n) => n.scrollWidth > n.clientWidth).length") == 2
+        assert (
+            page.evaluate(f"{scrollers}.filter((n) => n.scrollWidth > n.clientWidth).length") == 2
+        )
         style = "getComputedStyle(document.querySelector('{}'))"
         assert page.evaluate(f"{style.format('menclose[notation=box]')}.borderTopWidth") == "1px"
         assert page.evaluate(f"{style.format('menclose[notation=top]')}.borderTopWidth") == "1px"
-        assert "gradient" in page.evaluate(f"{style.format('menclose:not([notation=box])')}.background")
+        assert "gradient" in page.evaluate(
+            f"{style.format('menclose:not([notation=box])')}.background"
+        )
         assert page.evaluate(f"{style.format('mtd[data-beside]')}.borderRightWidth") == "1px"
         assert page.evaluate(f"{style.format('[data-below] mtd')}.borderBottomWidth") == "1px"
         assert page.complaints() == []
@@ -205,8 +212,8 @@ MARKUP = [
     "<math><mtext><img src=x onerror=window.pwned=1></mtext></math>",
     "<math><mtext><table><mglyph><style><!--</style><img title='--&gt;&lt;img src=1 "
     "onerror=window.pwned=1&gt;'></mglyph></table></mtext></math>",
-    "<math href='javascript:window.pwned=1' style=\"position:fixed\" id=send onclick=window.pwned=1>"
-    "<mi class=trouble>x</mi></math>",
+    "<math href='javascript:window.pwned=1' style='position:fixed' onclick=window.pwned=1>"
+    "<mi class=trouble id=send>x</mi></math>",
     "<math><annotation-xml encoding='text/html'><script>window.pwned=1</script></annotation-xml>"
     "<semantics><mi>x</mi><annotation>y</annotation></semantics><maction>z</maction></math>",
     "<svg onload=window.pwned=1><a xlink:href='javascript:window.pwned=1'>x</a></svg>",

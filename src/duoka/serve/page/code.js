@@ -29,6 +29,8 @@ function color(code, language) {
   if (!hljs.getLanguage(language) || source.length > MAX_COLORED_CHARACTERS) return;
   const { value } = hljs.highlight(source, { language, ignoreIllegals: true });
   const colored = purify.sanitize(value, CLEAN);
+  // A class of the page's own would let code look like a part of the page.
+  for (const part of colored.querySelectorAll(":not([class^='hljs-'])")) part.removeAttribute("class");
   // The text is what will be copied: rather no colors than another one.
   if (colored.textContent === source) code.replaceChildren(colored);
 }

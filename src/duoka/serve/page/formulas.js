@@ -39,7 +39,10 @@ const CLOSED = [
   /\\\((?:\\[^`)]|[^\\`]){1,5000}?\\\)/,
   /\\\[(?:\\[^`\]]|[^\\`]){1,5000}?\\\]/,
 ].map((form) => form.source).join("|");
-const SINGLE = /\$(?![\s$])(?:\\[^\n`]|[^\\\n`$]){0,1000}?(?:\\[^\s`]|[^\s\\`$])\$/.source;
+const SINGLE = [
+  /\$(?![\s$])(?:\\[^\n`]|[^\\\n`$]){0,1000}?(?:\\[^\s`]|[^\s\\`$])\$/,
+  /\$ (?:\\[^\n`]|[^\\\n`$]){1,1000}? \$/,
+].map((form) => form.source).join("|");
 const INLINE = new RegExp(`^(?:${CLOSED}|${SINGLE})`);
 const BLOCK = new RegExp(`^ {0,3}(${CLOSED})[^\\S\\n]*([.,;:!?。，；：！？]?)[^\\S\\n]*(\\n+|$)?`);
 const EVERY = new RegExp(`(?<!\\\\)(?:${CLOSED}|${SINGLE})`, "g");
@@ -51,6 +54,7 @@ const BLOCK_START = /\n {0,3}(?:(\$\$|\\\[)|[^\S\n]*\n)/;
 /** Sums of money and names of variables between dollar signs are no formulas. */
 function isProse(source, after) {
   if (!/^\$[^$]/.test(source) || /[\\^_{}=]/.test(source)) return false;
+  if (source.startsWith("$ ")) return !/^\$ [a-z] \$$/i.test(source);
   return /^[\dA-Z_]/.test(after) || /^\$\d.*([a-z]{2}|[一-鿿])/i.test(source);
 }
 
