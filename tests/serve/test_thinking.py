@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 import scripted
-from abuse import CHAT
+from abuse import CHAT, settled
 from anthropic import Anthropic
 from openai import OpenAI
 from served import Served, serving
@@ -147,6 +147,11 @@ def test_a_block_that_the_template_opens_is_closed(thinker: Served) -> None:
     for fields in OFF:
         assert prompt_of(thinker, **fields).endswith("<think>\n\n</think>\n\n")
     assert prompt_of(thinker, thinking_budget=0).endswith("<think>\n\n</think>\n\n")
+
+
+def test_the_status_says_whether_there_is_a_switch(thinker: Served, served: Served) -> None:
+    statuses = [settled(server.url) for server in (thinker, served)]
+    assert [status["switches_thinking"] for status in statuses] == [True, False]
 
 
 def test_off_on_and_limited_in_chats(thinker: Served) -> None:

@@ -181,6 +181,7 @@ class EngineProcess:
             busy_seconds=self._engine.busy_seconds(),
             busy_shares=self._busy_shares(),
             fallbacks=self._engine.fallbacks(),
+            switches_thinking=self._reader.chat.reasoning.is_effective,
         )
 
 

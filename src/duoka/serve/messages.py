@@ -160,7 +160,10 @@ class Counted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """The load of an engine; its fallbacks; by device reserved bytes, busy seconds, busy share."""
+    """The load of an engine; its fallbacks; by device reserved bytes, busy seconds, busy share.
+
+    `switches_thinking` is True if requests can switch the model's thinking.
+    """
 
     running: int
     waiting: int
@@ -171,6 +174,7 @@ class Status:
     busy_seconds: Mapping[str, float] = field(default_factory=dict)
     busy_shares: Mapping[str, float] = field(default_factory=dict)
     fallbacks: Sequence[Fallback] = ()
+    switches_thinking: bool = False
 
 
 @dataclass(frozen=True, slots=True)

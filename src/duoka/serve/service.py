@@ -114,6 +114,7 @@ def status_of(service: Service) -> dict[str, Any]:
         "context_tokens": service.pool.context_tokens or plan.workload.context_tokens,
         "sequences": sum(e.capacity.sequences for e in engines if e.capacity),
         "images": plan.workload.images,
+        "switches_thinking": any(status.switches_thinking for status in statuses),
         "engines": [_engine_status(engine) for engine in engines],
         "running": sum(status.running for status in statuses),
         "waiting": sum(status.waiting for status in statuses),

@@ -92,6 +92,7 @@ def test_thinking_off_and_on(name: str) -> None:
     assert end_of(chat, PromptSettings(budget_tokens=0)) == off
     assert end_of(chat, ON) == on
     assert end_of(chat, PromptSettings()) == default
+    assert chat.reasoning.is_effective
 
 
 def test_a_closed_prompt_has_the_tokens_of_the_templates_own() -> None:
@@ -101,12 +102,14 @@ def test_a_closed_prompt_has_the_tokens_of_the_templates_own() -> None:
 
 def test_what_can_be_neither_switched_off_nor_limited_is_refused() -> None:
     chat = format_of(UNKNOWN, has_tags=False)
+    assert not chat.reasoning.is_effective
     assert end_of(chat, replace(ON, effort="low")) == "low<|channel|>"
     with pytest.raises(UsageError, match="reasoning of this model can't be switched off"):
         end_of(chat, OFF)
     with pytest.raises(UsageError, match="reasoning of this model can't be limited"):
         end_of(chat, PromptSettings(budget_tokens=5))
     plain = format_of(template(""), has_tags=False)  # it doesn't reason
+    assert not plain.reasoning.is_effective
     for settings in (OFF, ON, PromptSettings(budget_tokens=5)):
         assert end_of(plain, settings) == ""
         assert plain.reasoning.budget(settings, []) is None

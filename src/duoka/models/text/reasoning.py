@@ -20,7 +20,7 @@ from jinja2 import Environment, TemplateSyntaxError, meta
 from transformers import PreTrainedTokenizerBase
 
 from duoka.base.prompt_settings import PromptSettings
-from duoka.errors import UsageError
+from duoka.errors import DuokaError, UsageError
 
 from .answer_format import NUM_LAST
 from .answer_reader import Tags
@@ -97,6 +97,15 @@ class ReasoningSwitch:
             variables={**settings.variables, **switches},
             end=partial(self._close, adds_block=not switches) if closes else lambda _: "",
         )
+
+    @cached_property
+    def is_effective(self) -> bool:
+        """True if prompts without thinking differ from prompts with it."""
+        try:
+            off = self.rendering(PromptSettings(is_thinking=False), has_tools=False)
+        except DuokaError:
+            return False
+        return self.tags is not None or bool(off.variables)
 
     def end_ids(self, prompt: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens that end the reasoning that a prompt has begun, if it has."""
