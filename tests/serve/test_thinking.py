@@ -12,6 +12,7 @@ import pytest
 import scripted
 from abuse import CHAT, settled
 from anthropic import Anthropic
+from chromium import Chromium
 from openai import OpenAI
 from served import Served, serving
 from tuning import TEMPLATE, write_model
@@ -152,6 +153,21 @@ def test_a_block_that_the_template_opens_is_closed(thinker: Served) -> None:
 def test_the_status_says_whether_there_is_a_switch(thinker: Served, served: Served) -> None:
     statuses = [settled(server.url) for server in (thinker, served)]
     assert [status["switches_thinking"] for status in statuses] == [True, False]
+
+
+def test_the_page_switches_it(thinker: Served, browser: Chromium) -> None:
+    with browser.page(thinker.url) as page:
+        page.wait("!document.getElementById('thinking').hidden")
+        page.evaluate("localStorage.setItem('duoka.settings', '{\"maxTokens\": 9}')")
+        for value, has_reasoning in (("default", True), ("off", False), ("on", True)):
+            page.click("#new-chat")
+            page.evaluate(
+                f"document.getElementById('thinking').value = '{value}',"
+                "document.getElementById('thinking').dispatchEvent(new Event('change'))"
+            )
+            page.ask("hi")
+            page.wait_text(".turn.last .meta", "tokens")
+            assert page.evaluate("document.querySelector('.reasoning').hidden") != has_reasoning
 
 
 def test_off_on_and_limited_in_chats(thinker: Served) -> None:
