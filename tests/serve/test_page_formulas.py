@@ -43,6 +43,8 @@ FORMULAS = {
     "# About $x$": "About ⟦x⟧",
     "> $x$": "⟦x⟧",
     "[to $x$](https://example.org)": "to ⟦x⟧",
+    r"$\stackrel{d}{=}$ $\overset{!}{x}$": "⟦=d⟧ ⟦x!⟧",
+    r"$\underset{x}{\operatorname{argmin}}$": "⟦argminx⟧",
     r"$2 \text{ and } 3$": "⟦2 and 3⟧".replace(" ", "\u00a0"),
     "$5$ and $6$": "⟦5⟧ and ⟦6⟧",
     r"$\text{多卡} < y$": "⟦多卡<y⟧",
@@ -169,6 +171,7 @@ def test_formulas_are_drawn(browser: Chromium, server: FakeServer, width: int) -
     wide = " + ".join(f"x_{{{number}}}" for number in range(100))
     boxed = r"$$\boxed{x}$$ $\cancel{y}$ $\overline{ab}$ $\left[\begin{array}{c|c} 1 & 2 \\ "
     boxed += r"\hline 3 & 4 \end{array}\right]$"
+    boxed += r" $\xrightarrow{abc} = d$ $\stackrel{e}{=}$ $\underset{x}{\operatorname{argmin}}$"
     server.replies.append(answer(f"$$\\frac{{a}}{{b}}$$\n\n$$ {wide} $$\n\nin ${wide}$\n\n{boxed}"))
     with browser.page(server.url, width=width, height=844) as page:
         page.wait_text("#state", "Ready")
@@ -184,6 +187,15 @@ def test_formulas_are_drawn(browser: Chromium, server: FakeServer, width: int) -
         assert (
             page.evaluate(f"{scrollers}.filter((n) => n.scrollWidth > n.clientWidth).length") == 2
         )
+        unseen = (
+            "[...document.querySelectorAll(':is(mi, mo, mn, mtext):not(:empty)')].filter((n) =>"
+        )
+        unseen += "!/^[\\u2061\\u200b]*$/.test(n.textContent) && !n.getBoundingClientRect().width)"
+        assert page.evaluate(f"{unseen}.map((n) => n.outerHTML)") == []
+        # A label doesn't lie over what follows.
+        label = "document.querySelector('[data-padded]').getBoundingClientRect()"
+        after = "document.querySelector('mover:has([data-padded]) + mo').getBoundingClientRect()"
+        assert page.evaluate(f"{label}.right <= {after}.left")
         style = "getComputedStyle(document.querySelector('{}'))"
         assert page.evaluate(f"{style.format('menclose[notation=box]')}.borderTopWidth") == "1px"
         assert page.evaluate(f"{style.format('menclose[notation=top]')}.borderTopWidth") == "1px"
@@ -209,16 +221,19 @@ HOSTILE = [
 ]
 # What a formula must not become, whatever KaTeX makes of it.
 MARKUP = [
-    "<math><mtext><img src=x onerror=window.pwned=1></mtext></math>",
-    "<math><mtext><table><mglyph><style><!--</style><img title='--&gt;&lt;img src=1 "
-    "onerror=window.pwned=1&gt;'></mglyph></table></mtext></math>",
-    "<math href='javascript:window.pwned=1' style='position:fixed' onclick=window.pwned=1>"
-    "<mi class=trouble id=send>x</mi></math>",
-    "<math><annotation-xml encoding='text/html'><script>window.pwned=1</script></annotation-xml>"
-    "<semantics><mi>x</mi><annotation>y</annotation></semantics><maction>z</maction></math>",
-    "<svg onload=window.pwned=1><a xlink:href='javascript:window.pwned=1'>x</a></svg>",
-    "<math><mi><a href='javascript:window.pwned=1'>x</a></mi></math>",
+    "<mtext><img xmlns='HTML' src='x' onerror='window.pwned=1'/></mtext><mi>x</mi>",
+    "<mtext><table xmlns='HTML'><mglyph><style>/*</style></mglyph></table></mtext><mi>x</mi>",
+    "<mi href='javascript:window.pwned=1' style='position:fixed' onclick='window.pwned=1' "
+    "class='trouble' id='send'>x</mi>",
+    "<annotation-xml encoding='text/html'><script xmlns='HTML'>window.pwned=1</script>"
+    "</annotation-xml><semantics><mi>x</mi><annotation>y</annotation></semantics>",
+    "<maction actiontype='toggle'><mi>x</mi></maction><mglyph src='https://spy.example/a'/>",
+    "<mi><a xmlns='HTML' href='javascript:window.pwned=1'>x</a></mi>",
+    "<mi xlink:href='javascript:window.pwned=1' xmlns:xlink='http://www.w3.org/1999/xlink'>x</mi>",
+    "<mi>x</mi><svg xmlns='http://www.w3.org/2000/svg' onload='window.pwned=1'><script>"
+    "window.pwned=1</script></svg>",
 ]
+NO_XML = "<math><mtext><img src=x onerror=window.pwned=1></mtext></math>"
 HARMLESS: dict[str, Any] = {"foreign": [], "attributes": []}
 MATHML = "http://www.w3.org/1998/Math/MathML"
 
@@ -251,9 +266,15 @@ def test_nothing_but_mathml_comes_of_a_formula(browser: Chromium, server: FakeSe
     server.policy = ""
     with browser.page(server.url) as page:
         open_view(page)
+        stub = "katex.renderToString = () => {}; view.finish('${}$')"
         for number, markup in enumerate(MARKUP):
-            page.evaluate(
-                f"katex.renderToString = () => {json.dumps(markup)}; view.finish('${number}$')"
-            )
+            written = markup.replace("HTML", "http://www.w3.org/1999/xhtml")
+            whole = json.dumps(f"<span><math xmlns='{MATHML}'>{written}</math></span>")
+            page.evaluate(stub.format(whole, number))
             assert foreign(page) == HARMLESS, markup
-            assert page.count("#welcome :is(img, a, script, svg, style, annotation, maction)") == 0
+            assert page.evaluate("root.querySelector('math').textContent") == "x", markup
+            forbidden = "img, a, script, svg, style, annotation, maction, mglyph, table"
+            assert page.count(f"#welcome :is({forbidden})") == 0
+        page.evaluate(stub.format(json.dumps(NO_XML), "y"))
+        assert page.evaluate("root.innerHTML.trim()") == '<div class="block"><p>$y$</p>\n</div>'
+        assert not [address for address in page.addresses() if "spy" in address]

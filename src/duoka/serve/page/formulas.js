@@ -19,9 +19,10 @@ const CLEAN = {
     "mathbackground", "mathcolor", "mathsize", "mathvariant", "maxsize", "minsize", "notation",
     "rowlines", "rspace", "scriptlevel", "separator", "stretchy", "voffset", "width",
   ],
-  FORBID_CONTENTS: ["annotation"], // the TeX once more
+  ADD_FORBID_CONTENTS: ["annotation"], // the TeX once more
   ALLOW_ARIA_ATTR: false,
   ALLOW_DATA_ATTR: false,
+  PARSER_MEDIA_TYPE: "application/xhtml+xml", // in HTML, <mo> could have no elements in it
   RETURN_DOM_FRAGMENT: true,
 };
 const TEX = {
@@ -141,6 +142,8 @@ function draw(source) {
     math.querySelectorAll("mtable").forEach(arrangeTable);
     math.querySelectorAll("[mathvariant]").forEach(changeLetters);
     math.querySelectorAll("mover, munder").forEach(drawBar);
+    math.querySelectorAll(":is(mi, mo, mn, mtext):has(*)").forEach(makeRow);
+    math.querySelectorAll("mpadded[width^='+']").forEach(markPadding);
     for (const node of math.querySelectorAll("[class]")) node.removeAttribute("class");
     return math;
   } catch {
@@ -173,6 +176,19 @@ function drawBar(node) {
   bar.setAttribute("notation", node.localName === "mover" ? "top" : "bottom");
   bar.append(term);
   node.replaceWith(bar);
+}
+
+/** Makes a row of a sign that is made of others, as in \stackrel: Chromium draws none of them. */
+function makeRow(node) {
+  const row = document.createElementNS(node.namespaceURI, "mrow");
+  row.append(...node.childNodes);
+  node.replaceWith(row);
+}
+
+/** Leaves to the style sheet what is to be added to a width, which Chromium doesn't. */
+function markPadding(node) {
+  for (const name of ["width", "height", "lspace", "voffset"]) node.removeAttribute(name);
+  node.setAttribute("data-padded", "");
 }
 
 // The first letters of alphabets that Chromium doesn't make of plain ones, and those that Unicode
