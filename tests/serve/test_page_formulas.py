@@ -45,6 +45,7 @@ FORMULAS = {
     "[to $x$](https://example.org)": "to ⟦x⟧",
     r"$\stackrel{d}{=}$ $\overset{!}{x}$": "⟦=d⟧ ⟦x!⟧",
     r"$\underset{x}{\operatorname{argmin}}$": "⟦argminx⟧",
+    r"$\lVert v \rVert = |x|$": "⟦‖v‖=∣x∣⟧",
     r"$2 \text{ and } 3$": "⟦2 and 3⟧".replace(" ", "\u00a0"),
     "$5$ and $6$": "⟦5⟧ and ⟦6⟧",
     r"$\text{多卡} < y$": "⟦多卡<y⟧",
@@ -171,6 +172,7 @@ def test_formulas_are_drawn(browser: Chromium, server: FakeServer, width: int) -
     wide = " + ".join(f"x_{{{number}}}" for number in range(100))
     boxed = r"$$\boxed{x}$$ $\cancel{y}$ $\overline{ab}$ $\left[\begin{array}{c|c} 1 & 2 \\ "
     boxed += r"\hline 3 & 4 \end{array}\right]$"
+    boxed += r" $\begin{vmatrix} 5 \\ 6 \end{vmatrix}$ "
     boxed += r" $\xrightarrow{abc} = d$ $\stackrel{e}{=}$ $\underset{x}{\operatorname{argmin}}$"
     server.replies.append(answer(f"$$\\frac{{a}}{{b}}$$\n\n$$ {wide} $$\n\nin ${wide}$\n\n{boxed}"))
     with browser.page(server.url, width=width, height=844) as page:
@@ -192,6 +194,10 @@ def test_formulas_are_drawn(browser: Chromium, server: FakeServer, width: int) -
         )
         unseen += "!/^[\\u2061\\u200b]*$/.test(n.textContent) && !n.getBoundingClientRect().width)"
         assert page.evaluate(f"{unseen}.map((n) => n.outerHTML)") == []
+        # The bars of a determinant are as high as it.
+        bars = "[...document.querySelectorAll('mrow:has(> mtable) > mo')].slice(-2)"
+        high = f"{bars}.map((n) => n.getBoundingClientRect().height)"
+        assert min(page.evaluate(high)) > 35
         # A label doesn't lie over what follows.
         label = "document.querySelector('[data-padded]').getBoundingClientRect()"
         after = "document.querySelector('mover:has([data-padded]) + mo').getBoundingClientRect()"

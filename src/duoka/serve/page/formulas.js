@@ -142,6 +142,7 @@ function draw(source) {
     math.querySelectorAll("mtable").forEach(arrangeTable);
     math.querySelectorAll("[mathvariant]").forEach(changeLetters);
     math.querySelectorAll("mover, munder").forEach(drawBar);
+    math.querySelectorAll("mo:is([fence], [stretchy='false'])").forEach(changeBar);
     math.querySelectorAll(":is(mi, mo, mn, mtext):has(*)").forEach(makeRow);
     math.querySelectorAll("mpadded[width^='+']").forEach(markPadding);
     for (const node of math.querySelectorAll("[class]")) node.removeAttribute("class");
@@ -176,6 +177,16 @@ function drawBar(node) {
   bar.setAttribute("notation", node.localName === "mover" ? "top" : "bottom");
   bar.append(term);
   node.replaceWith(bar);
+}
+
+const FENCES = { "\u2223": "|", "\u2225": "\u2016" };
+
+/** Writes bars around a term with the signs for that, which browsers and fonts can stretch. */
+function changeBar(node) {
+  if (!(node.textContent in FENCES)) return;
+  node.textContent = FENCES[node.textContent];
+  if (node.hasAttribute("fence")) node.setAttribute("stretchy", "true");
+  for (const side of ["lspace", "rspace"]) node.setAttribute(side, "0");
 }
 
 /** Makes a row of a sign that is made of others, as in \stackrel: Chromium draws none of them. */
