@@ -167,49 +167,53 @@ def test_a_formula_streams_in(browser: Chromium, server: FakeServer) -> None:
         assert page.complaints() == []
 
 
+SHAPES = " ".join([
+    r"$$\boxed{x}$$ $\cancel{y}$ $\overline{ab}$ $\xrightarrow{abc} = d$ $\stackrel{e}{=}$",
+    r"$\left[\begin{array}{c|c} 1 & 2 \\ \hline 3 & 4 \end{array}\right]$",
+    r"$\underset{x}{\operatorname{argmin}}$ $\begin{vmatrix} 5 \\ 6 \end{vmatrix}$",
+])  # fmt: skip
+BOX = "(n) => n.getBoundingClientRect()"
+
+
+def assert_shapes(page: Page) -> None:
+    """What Chromium leaves out of MathML is there: borders, strikes, high bars, stacked signs."""
+    signs = "[...document.querySelectorAll(':is(mi, mo, mn, mtext):not(:empty)')]"
+    unseen = f"{signs}.filter((n) => !/^[\\u2061\\u200b]*$/.test(n.textContent) && !n.clientWidth"
+    assert page.evaluate(f"{unseen} && !({BOX})(n).width).map((n) => n.outerHTML)") == []
+    # The bars of a determinant are as high as it; a label doesn't lie over what follows.
+    bars = "[...document.querySelectorAll('mrow:has(> mtable) > mo')].slice(-2)"
+    assert min(page.evaluate(f"{bars}.map(({BOX})).map(({{ height }}) => height)")) > 35
+    label, after = "[data-padded]", "mover:has([data-padded]) + mo"
+    boxes = f"['{label}', '{after}'].map((s) => document.querySelector(s)).map({BOX})"
+    assert page.evaluate(f"(([label, after]) => label.right <= after.left)({boxes})")
+    for selector, name, value in (
+        ("menclose[notation=box]", "borderTopWidth", "1px"),
+        ("menclose[notation=top]", "borderTopWidth", "1px"),
+        ("menclose[notation=updiagonalstrike]", "background", "gradient"),
+        ("mtd[data-beside]", "borderRightWidth", "1px"),
+        ("[data-below] mtd", "borderBottomWidth", "1px"),
+    ):
+        style = f"getComputedStyle(document.querySelector('{selector}'))"
+        assert value in page.evaluate(f"{style}.{name}")
+
+
 @pytest.mark.parametrize("width", [1440, 390])
 def test_formulas_are_drawn(browser: Chromium, server: FakeServer, width: int) -> None:
     wide = " + ".join(f"x_{{{number}}}" for number in range(100))
-    boxed = r"$$\boxed{x}$$ $\cancel{y}$ $\overline{ab}$ $\left[\begin{array}{c|c} 1 & 2 \\ "
-    boxed += r"\hline 3 & 4 \end{array}\right]$"
-    boxed += r" $\begin{vmatrix} 5 \\ 6 \end{vmatrix}$ "
-    boxed += r" $\xrightarrow{abc} = d$ $\stackrel{e}{=}$ $\underset{x}{\operatorname{argmin}}$"
-    server.replies.append(answer(f"$$\\frac{{a}}{{b}}$$\n\n$$ {wide} $$\n\nin ${wide}$\n\n{boxed}"))
+    text = f"$$\\frac{{a}}{{b}}$$\n\n$$ {wide} $$\n\nin ${wide}$\n\n{SHAPES}"
+    server.replies.append(answer(text))
     with browser.page(server.url, width=width, height=844) as page:
         page.wait_text("#state", "Ready")
         page.ask("Draw")
         page.wait_text(".answer .meta", "42 tokens")
         # One term of a fraction is over the other; what is too wide scrolls by itself.
-        boxes = (
-            "[...document.querySelector('mfrac').children].map((n) => n.getBoundingClientRect())"
-        )
+        boxes = f"[...document.querySelector('mfrac').children].map({BOX})"
         assert page.evaluate(f"(([over, under]) => over.bottom <= under.top)({boxes})")
         assert page.evaluate("document.getElementById('messages').scrollWidth") <= width
         scrollers = "[...document.querySelectorAll('.formula.display, .block')]"
-        assert (
-            page.evaluate(f"{scrollers}.filter((n) => n.scrollWidth > n.clientWidth).length") == 2
-        )
-        unseen = (
-            "[...document.querySelectorAll(':is(mi, mo, mn, mtext):not(:empty)')].filter((n) =>"
-        )
-        unseen += "!/^[\\u2061\\u200b]*$/.test(n.textContent) && !n.getBoundingClientRect().width)"
-        assert page.evaluate(f"{unseen}.map((n) => n.outerHTML)") == []
-        # The bars of a determinant are as high as it.
-        bars = "[...document.querySelectorAll('mrow:has(> mtable) > mo')].slice(-2)"
-        high = f"{bars}.map((n) => n.getBoundingClientRect().height)"
-        assert min(page.evaluate(high)) > 35
-        # A label doesn't lie over what follows.
-        label = "document.querySelector('[data-padded]').getBoundingClientRect()"
-        after = "document.querySelector('mover:has([data-padded]) + mo').getBoundingClientRect()"
-        assert page.evaluate(f"{label}.right <= {after}.left")
-        style = "getComputedStyle(document.querySelector('{}'))"
-        assert page.evaluate(f"{style.format('menclose[notation=box]')}.borderTopWidth") == "1px"
-        assert page.evaluate(f"{style.format('menclose[notation=top]')}.borderTopWidth") == "1px"
-        assert "gradient" in page.evaluate(
-            f"{style.format('menclose:not([notation=box])')}.background"
-        )
-        assert page.evaluate(f"{style.format('mtd[data-beside]')}.borderRightWidth") == "1px"
-        assert page.evaluate(f"{style.format('[data-below] mtd')}.borderBottomWidth") == "1px"
+        too_wide = f"{scrollers}.filter((n) => n.scrollWidth > n.clientWidth)"
+        assert page.evaluate(f"{too_wide}.length") == 2
+        assert_shapes(page)
         assert page.complaints() == []
 
 
