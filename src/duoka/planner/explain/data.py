@@ -89,28 +89,6 @@ class Fewer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
-    """A placement for the same workload, with its shares in execution order.
-
-    `is_plan` is True if it equals the plan's placement. `value` is its value for the plan's
-    objective, `request_seconds` the time from the request to the last token (in training of a
-    step). Both are None if the placement doesn't fit; the seconds also if speeds are unknown.
-    """
-
-    name: str
-    shares: tuple[Share, ...]
-    fits: bool
-    value: float | None
-    request_seconds: float | None
-    is_plan: bool
-
-    @property
-    def least_headroom_bytes(self) -> int:
-        """The headroom of the tightest device; negative if a share doesn't fit."""
-        return min(share.headroom_bytes for share in self.shares)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """The reasons for a plan. `work` is the unit of seconds: a request, or in training a step.
 
@@ -133,7 +111,6 @@ class Explanation:
     crossings: tuple[Crossing, ...] = ()
     changes: tuple[BoundaryMove, ...] = ()
     fewer: Fewer | None = None
-    alternatives: tuple[Alternative, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain dicts and lists for `json.dumps`."""

@@ -1,4 +1,4 @@
-"""Explain a plan from its profile: boundaries, alternatives and the shortfall on fewer devices."""
+"""Explain a plan from its profile: boundaries, and the shortfall on fewer devices."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ..plan_profile import needed_profile
 from ..planner import with_chunks
 from ..room import is_large_chunk, is_tight, room_bytes
 from ..search import BlockRange, NoPlacement, search
-from .alternatives import Stages, Trial, alternatives
 from .data import BoundaryMove, Crossing, Explanation, Fewer, Outcome, Share
+from .trial import Stages, Trial
 
 
 def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
-    """Explain a plan: its binding device, the boundaries of its stages, and the alternatives.
+    """Explain a plan: its binding device, and the boundaries of its stages.
 
     Parameters
     ----------
@@ -83,7 +83,6 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
         crossings=tuple(_crossings(trial, runs)),
         changes=() if stages is None else tuple(_boundary_moves(trial, stages)),
         fewer=_shortfall_on_fewer(trial, plan),
-        alternatives=tuple(alternatives(trial, stages)),
     )
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from duoka.base.text import containing
 from duoka.base.units import format_bytes, format_count
 from duoka.errors import Faults
-from duoka.forecast.tensor_names import layer_of, main_list
+from duoka.forecast.tensor_names import main_list
 from duoka.planner.device_map import corrections, runs, shorten
 
 from ..check_report import Fault, Operand, Origin, Place
@@ -139,16 +139,6 @@ def modules_of(entries: Sequence[tuple[str, str]], device: str) -> list[str]:
         [name, *(part for part in containing(name) if part not in split_names)] for name in names
     )
     return list(dict.fromkeys(parts[-1] for parts in towers))
-
-
-def count_layers(parts: Sequence[Sequence[str]]) -> list[int] | None:
-    """Count the model's layers in each part; None if the model has no list of layers."""
-    main = main_list([name for part in parts for name in part])
-    if main is None:
-        return None
-    return [
-        len({at[1] for name in part if (at := layer_of(name)) and at[0] == main}) for part in parts
-    ]
 
 
 def without_prefix(name: str) -> str:
