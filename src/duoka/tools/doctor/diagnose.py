@@ -89,5 +89,5 @@ def examine(
         findings.append(Finding("error", str(error), advice=error.hint or ""))
     except Exception as error:  # a driver, a file or a library may raise anything
         text = f"the check failed: {type(error).__name__}: {error}"
-        findings.append(Finding("error", text, advice="please report it, with --bundle FILE"))
+        findings.append(Finding("error", text, advice="please report it"))
     return Examined(group=group, name=name, findings=tuple(findings))
