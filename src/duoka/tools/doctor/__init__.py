@@ -4,7 +4,7 @@ An exception in a check becomes a finding, and the other checks still run.
 
 - `diagnose`: run all checks in order
 - `facts`: shared facts, findings, and the start of device tests
-- `gpus`: driver, visibility, memory, health, PCIe
+- `gpus`: driver, visibility, memory
 - `devices`: torch's build and the tests' outcomes; `device_tests`: the tests, in a child process
 - `host`: memory, libraries
 - `model`: checkpoint, plan

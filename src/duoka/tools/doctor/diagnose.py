@@ -16,7 +16,6 @@ from .model import ModelFacts
 _GPU_CHECKS = (
     ("GPUs", "CUDA", gpus.check_visible),
     ("GPUs", "memory", gpus.check_memory),
-    ("GPUs", "health", gpus.check_state),
 )
 _HOST_CHECKS = (
     ("host", "memory", host.check_host_memory),
