@@ -77,7 +77,7 @@ def test_changes_are_what_the_search_thinks_of_them() -> None:
 
 def test_one_gpu_has_no_boundaries() -> None:
     found = explain(planned(fleet(200, 100)), PROFILE)
-    assert (len(found.shares), found.changes, found.crossings, found.fewer) == (1, (), (), None)
+    assert (len(found.shares), found.changes, found.fewer) == (1, (), None)
 
 
 def test_one_gpu_less_is_missing_something() -> None:
@@ -95,14 +95,6 @@ def test_one_gpu_less_is_missing_something() -> None:
     assert explain(everything, PROFILE).fewer is None
 
 
-def test_activations_cross_once_a_token() -> None:
-    plan = planned(Fleet.parse(CARDS.format(900, 880)))
-    assert plan.objective == "latency"
-    for crossing in explain(plan, PROFILE).crossings:
-        assert crossing.per == "token"
-        assert crossing.num_bytes > 0
-
-
 def test_a_step_of_training_has_one_shortest_time() -> None:
     gpus = Fleet.parse(CARDS.format(900, 880))
     layer = rehearsing.Layer(weight=2 * MIB, result=MIB, saved=6 * MIB)
@@ -113,9 +105,6 @@ def test_a_step_of_training_has_one_shortest_time() -> None:
     found = explain(plan, profile)
     assert (found.work, found.objective, found.value) == ("step", "throughput", plan.value)
     assert {change.outcome for change in found.changes} <= {"worse", "equal", "impossible"}
-    (crossing,) = found.crossings
-    # Eight micro-batches, and the gradients' way back.
-    assert (crossing.per, crossing.num_bytes) == ("step", 8 * 2 * MIB)
 
 
 def test_a_map_by_hand_is_explained_as_far_as_it_goes() -> None:
@@ -123,7 +112,7 @@ def test_a_map_by_hand_is_explained_as_far_as_it_goes() -> None:
     zigzag = {f"block.{number}": number % 2 for number in range(12)}
     problem = PlanProblem(fleet=gpus, workload=WORKLOAD, device_map=DeviceMap.of(zigzag))
     found = explain(find_plan(PROFILE, problem), PROFILE)
-    assert (found.objective, found.changes, len(found.crossings)) == ("given", (), 11)
+    assert (found.objective, found.changes) == ("given", ())
     halves = {f"block.{number}": int(number > 3) for number in range(12)}
     problem = replace(problem, device_map=DeviceMap.of(halves))
     found = explain(find_plan(PROFILE, problem), PROFILE)

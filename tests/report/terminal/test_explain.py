@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from duoka.planner.explain import BoundaryMove, Crossing, Explanation, Fewer, Share
+from duoka.planner.explain import BoundaryMove, Explanation, Fewer, Share
 from duoka.report.terminal import render_explanation
 
 GIB = 2**30
@@ -33,7 +33,6 @@ EXPLANATION = Explanation(
     bound=0.31 * GIB,
     binding_device="cuda:0",
     shares=(FIRST, SECOND),
-    crossings=(Crossing(source="cuda:0", target="cuda:1", per="token", num_bytes=8192),),
     changes=(
         BoundaryMove(
             giver=share("cuda:1", LAYERS[1:], 10.6, 12),
@@ -74,7 +73,6 @@ def test_every_reason_has_its_numbers(width: int) -> None:
         "would need 419.84 MiB: 102.40 MiB are missing.",
         "No more modules: with layers.0 of cuda:0 it would need 11.90 GiB of 12.00 GiB: the "
         "tightest GPU would have 102.40 MiB of headroom instead of 317.44 MiB.",
-        "cuda:0 → cuda:1: 8.00 KiB a token",
     ):
         assert wanted in words, wanted
 

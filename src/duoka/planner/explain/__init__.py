@@ -9,12 +9,11 @@ block less or more, and the bound that no placement exceeds.
 - `data`: the parts of an explanation
 """
 
-from .data import BoundaryMove, Crossing, Explanation, Fewer, Share
+from .data import BoundaryMove, Explanation, Fewer, Share
 from .explain import explain
 
 __all__ = [
     "BoundaryMove",
-    "Crossing",
     "Explanation",
     "Fewer",
     "Share",

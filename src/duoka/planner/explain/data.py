@@ -62,22 +62,6 @@ class BoundaryMove:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crossing:
-    """The activations sent from one stage to the next, with the seconds of the transfer.
-
-    Bytes and seconds are `per` "token": the average over decode steps, each for the whole batch.
-    For a request without decode steps they are per "request", in training per "step". `seconds` is
-    None if the speed of the devices or of their link is unknown.
-    """
-
-    source: str
-    target: str
-    per: Literal["token", "request", "step"]
-    num_bytes: int
-    seconds: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Fewer:
     """A lower bound of the bytes that are missing on one device less than the plan uses.
 
@@ -108,7 +92,6 @@ class Explanation:
     binding_device: str
     shares: tuple[Share, ...]
     leaves_room: bool = False
-    crossings: tuple[Crossing, ...] = ()
     changes: tuple[BoundaryMove, ...] = ()
     fewer: Fewer | None = None
 

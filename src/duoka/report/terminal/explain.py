@@ -168,21 +168,13 @@ def _shortfall(num_bytes: int, bound_prefix: str = "") -> str:
     return f"{bound_prefix}{format_bytes(num_bytes)} are missing"
 
 
-def describe_transfers(explanation: Explanation) -> Iterator[str]:
-    """Describe the bytes and seconds of each transfer between GPUs."""
-    for crossing in explanation.crossings:
-        took = "" if crossing.seconds is None else f", {format_duration(crossing.seconds)}"
-        what = f"{format_bytes(crossing.num_bytes)} a {crossing.per}{took}"
-        yield f"{crossing.source} → {crossing.target}: {what}"
-
-
 def render_explanation(explanation: Explanation) -> RenderableType:
-    """Return a rich renderable: objective, each GPU, transfers."""
+    """Return a rich renderable: the objective, then each GPU."""
     return Group(*_parts(explanation))
 
 
 def _parts(explanation: Explanation) -> Iterator[RenderableType]:
-    """Yield the sections: objective, each GPU, and transfers."""
+    """Yield the sections: the objective, and each GPU."""
     yield Text("why", style="bold")
     sentences = (*describe_objective(explanation), explain_gpu_count(explanation))
     yield from map(_indent, filter(None, sentences))
@@ -190,7 +182,6 @@ def _parts(explanation: Explanation) -> Iterator[RenderableType]:
         yield Text.assemble((share.device, "bold"), " has ", name_modules(share.modules))
         yield _indent(describe_memory(share))
         yield from map(_indent, explain_neighbors(explanation, share.device))
-    yield from map(Text, describe_transfers(explanation))
 
 
 def _indent(text: str) -> RenderableType:
