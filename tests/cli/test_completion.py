@@ -14,11 +14,12 @@ from typer import rich_utils
 from duoka.cli.main import run
 
 SHELLS = ("bash", "zsh", "fish")
+MORE = ["cosine_with_restarts", "polynomial", "inverse_sqrt"]
 WORDS = [
     (["b"], ["bench"]),
     (["plan", "--ob"], ["--objective"]),
     (["plan", "--objective", "l"], ["latency"]),
-    (["tune", "a", "b", "--lr-schedule", ""], ["cosine", "linear", "constant"]),
+    (["tune", "a", "b", "--lr-schedule", ""], ["cosine", "linear", "constant", *MORE]),
 ]
 FILES = [["plan", "./m"], ["plan", "--save", "m"], ["compare", "m"]]
 

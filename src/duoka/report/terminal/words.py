@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.style import Style
-from rich.text import Text
-
 from duoka.base.text import containing
 from duoka.base.units import format_bytes, format_count
 from duoka.errors import Faults
@@ -57,13 +54,6 @@ def shorten_path(path: str) -> str:
         if full_path.is_relative_to(root):
             return str(full_path.relative_to(root))
     return path
-
-
-def link_place(place: Place, *, brief: bool = False) -> Text:
-    """Format a place like `format_place`, as a hyperlink on terminals that support it."""
-    path = Path(place.file)
-    style = Style(link=path.as_uri()) if path.is_absolute() else ""
-    return Text(format_place(place, brief=brief), style=style)
 
 
 def format_module(name: str) -> str:
