@@ -19,6 +19,7 @@ from duoka.base.units import format_count
 from . import planning
 from .errors import NOT_OK, WARNED
 from .groups import with_groups
+from .machine import versions
 from .options import ModelOptions, PlanOptions
 from .terminal import print_json, stdout, working
 
@@ -58,10 +59,7 @@ def doctor(
         facts = tool.ModelFacts(model.model, partial(_plan_model, model.model, options))
     with working("checking this machine"):
         diagnosis = tool.diagnose(options.gpus, facts)
-    if json:
-        print_json({"severity": diagnosis.severity, **to_dict(diagnosis)})
-    else:
-        print_diagnosis(diagnosis)
+    show_diagnosis(diagnosis, as_json=json)
     if diagnosis.severity in _CODES:
         raise typer.Exit(_CODES[diagnosis.severity])
 
@@ -73,8 +71,12 @@ def _plan_model(model: str, options: PlanOptions) -> duoka.Plan:
     return duoka.plan(checkpoint, options.gpus or planning.ALL_GPUS, workload)
 
 
-def print_diagnosis(diagnosis: Diagnosis) -> None:
-    """Print the findings as a table per group, and a summary line."""
+def show_diagnosis(diagnosis: Diagnosis, *, as_json: bool) -> None:
+    """Print the findings as a table per group, and a summary line; or as JSON, with versions."""
+    if as_json:
+        about = {"severity": diagnosis.severity, "versions": versions()}
+        print_json(about | to_dict(diagnosis))
+        return
     console = stdout()
     for group, checks in groupby(diagnosis.checks, key=lambda check: check.group):
         table = Table.grid(padding=(0, 1))
