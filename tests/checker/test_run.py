@@ -227,7 +227,7 @@ def test_too_little_memory_is_told_with_the_line_of_the_peak() -> None:
     def run(m: Two, x: torch.Tensor) -> torch.Tensor:
         return m.b(m.a(x)) + torch.zeros(3 * 2**20, device=x.device).sum().to("cuda:1")  # here
 
-    report = check(run, fleet=duoka.Fleet.from_max_memory({0: "4MiB", 1: "4MiB"}))
+    report = check(run, fleet="4MiB,4MiB")
     first, second = report.memory
     assert first.overflows
     assert not second.overflows

@@ -185,12 +185,12 @@ def test_sarif(faulty: Path, program: Program) -> None:
 
 
 def test_fixed_copies(faulty: Path, program: Program) -> None:
-    done = check(program, faulty, *SIZES, "--fix", "--output", "fixed")
+    done = check(program, faulty, *SIZES, "--fix")
     assert done.returncode == 13  # what was checked is as it was
     assert "\n-        gathered = torch.cat(made, dim=1)  # everything\n" in done.stdout
     assert "proved" in done.stdout.splitlines()[-1]
     assert (faulty / "modeling_faulty.py").read_text() == MODELING
-    copy = Path("fixed/faulty/modeling_faulty.py")
+    copy = Path("duoka-fixed/faulty/modeling_faulty.py")
     assert f"saved to {copy}" in done.stderr
     shutil.copy(copy, faulty / "modeling_faulty.py")
     assert check(program, faulty, *SIZES).returncode in (0, 13)
@@ -210,11 +210,13 @@ def test_fixed_in_place(faulty: Path, program: Program) -> None:
     assert done.returncode == 0
 
 
-def test_nothing_to_fix(tiny: Path, program: Program, tmp_path: Path) -> None:
-    output = tmp_path / "fixed"
-    done = program("check", tiny, *GPUS, *SIZES, "--fix", "--output", output)
+def test_nothing_to_fix(
+    tiny: Path, program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = program("check", tiny, *GPUS, *SIZES, "--fix")
     assert done.returncode == 0
-    assert not output.exists()
+    assert not (tmp_path / "duoka-fixed").exists()
     assert done.stdout.splitlines()[-1] == (
         "nothing to fix: the check found no fault in the model's code"
     )

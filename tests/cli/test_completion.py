@@ -8,25 +8,36 @@ import sys
 from pathlib import Path
 
 import pytest
+import shellingham
 from typer import rich_utils
 
 from duoka.cli.main import run
 
 SHELLS = ("bash", "zsh", "fish")
+MORE = ["cosine_with_restarts", "polynomial", "inverse_sqrt"]
 WORDS = [
     (["b"], ["bench"]),
     (["plan", "--ob"], ["--objective"]),
     (["plan", "--objective", "l"], ["latency"]),
-    (["tune", "a", "b", "--lr-schedule", ""], ["cosine", "linear", "constant"]),
-    (["completion", ""], [*SHELLS]),
+    (["tune", "a", "b", "--lr-schedule", ""], ["cosine", "linear", "constant", *MORE]),
 ]
 FILES = [["plan", "./m"], ["plan", "--save", "m"], ["compare", "m"]]
 
 
+def script_of(
+    shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[str, str]:
+    """What --show-completion prints in a shell, and its messages."""
+    monkeypatch.setattr(shellingham, "detect_shell", lambda: (shell, f"/bin/{shell}"))
+    assert run(["--show-completion"]) == 0
+    return capsys.readouterr()
+
+
 @pytest.mark.parametrize("shell", SHELLS)
-def test_the_script_asks_duoka(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["completion", shell]) == 0
-    out, err = capsys.readouterr()
+def test_the_script_asks_duoka(
+    shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, err = script_of(shell, monkeypatch, capsys)
     assert f"_DUOKA_COMPLETE=complete_{shell}" in out
     assert err == ""
     program = shutil.which(shell)
@@ -58,9 +69,11 @@ def test_words(
         assert [line.partition("\t")[0] for line in out.split("\n") if line] == expected
 
 
-def test_bash_completes_duoka(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bash_completes_duoka(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As installed: the script is read, and asks a program without torch."""
-    run(["completion", "bash"])
+    shown, _ = script_of("bash", monkeypatch, capsys)
     duoka = tmp_path / "duoka"
     check = "import sys, os, atexit; from duoka.cli.main import run; code = run()"
     duoka.write_text(
@@ -72,7 +85,7 @@ def test_bash_completes_duoka(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         '_duoka_completion "$1"; echo "${COMPREPLY[@]}"; complete -p duoka'
     )
     done = subprocess.run(
-        ["bash", "-c", script, "bash", str(duoka), capsys.readouterr().out],
+        ["bash", "-c", script, "bash", str(duoka), shown],
         capture_output=True,
         text=True,
         check=True,

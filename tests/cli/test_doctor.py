@@ -1,4 +1,4 @@
-"""``duoka doctor``: what it prints, as text, as JSON and into a file, and its exit codes."""
+"""``duoka doctor``: what it prints, as text and as JSON, and its exit codes."""
 
 from __future__ import annotations
 
@@ -93,18 +93,6 @@ def test_a_model_on_gpus(tiny: Path, program: Program, monkeypatch: pytest.Monke
     done = program("doctor", tiny, "--gpus", "virtual:2MiB")
     assert done.returncode == 13
     assert f"duoka plan {tiny} --gpus virtual:2MiB" in " ".join(done.stdout.split())
-
-
-def test_a_report_without_identities(
-    program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    recording = machine(monkeypatch, "eight-3090")
-    file = tmp_path / "report.json"
-    done = program("doctor", "--bundle", file)
-    assert f"saved to {file}" in done.stderr
-    written = file.read_text(encoding="utf-8")
-    assert not any(uuid.removeprefix("GPU-") in written for uuid in recording.uuids)
-    assert json.loads(written)["severity"] == "warning"
 
 
 @pytest.mark.process

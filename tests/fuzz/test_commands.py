@@ -65,7 +65,6 @@ CHECKING = st.one_of(
     st.tuples(st.just("--dtype"), WORDS | st.text(max_size=6)),
     st.tuples(st.just("--image"), st.sampled_from(("28x28", "0x0", "-1x3", "1e9x2", "/", ""))),
     st.tuples(st.just("--image"), st.text(max_size=8)),
-    st.tuples(st.just("--output"), st.sampled_from(("", "/proc/x", "\0"))),
     st.tuples(st.sampled_from(("--train", "--json", "--in-place", "--debug", "-x", "--"))),
 )
 

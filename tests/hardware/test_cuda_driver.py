@@ -18,12 +18,18 @@ from duoka.hardware import cuda_driver
 
 FIRST = "8932f937-d72c-4106-c12f-20bd9faed9f6"
 SECOND = "00000000-0000-0000-0000-0000000000ff"
+TEXTS = {  # of the driver, as in cuda.h
+    101: b"invalid device ordinal",
+    802: b"system not yet initialized",
+    999: b"unknown error",
+}
 
 
 def driver(*uuids: str, **results: int) -> Any:
     """A library of C functions that see these GPUs; `results` are those of some functions."""
     int_pointer = ctypes.POINTER(ctypes.c_int)
     octets_pointer = ctypes.POINTER(ctypes.c_ubyte * 16)
+    text_pointer = ctypes.POINTER(ctypes.c_char_p)
 
     started = []
 
@@ -44,12 +50,17 @@ def driver(*uuids: str, **results: int) -> Any:
         ctypes.memmove(pointer, octets, 16)
         return results.get("cuDeviceGetUuid_v2", 0)
 
+    def error_string(result: int, pointer: Any) -> int:
+        pointer[0] = TEXTS.get(result)
+        return 0 if result in TEXTS else 1
+
     c = ctypes.CFUNCTYPE
     return SimpleNamespace(
         cuInit=c(ctypes.c_int, ctypes.c_uint)(init),
         cuDeviceGetCount=c(ctypes.c_int, int_pointer)(count),
         cuDeviceGet=c(ctypes.c_int, int_pointer, ctypes.c_int)(get),
         cuDeviceGetUuid_v2=c(ctypes.c_int, octets_pointer, ctypes.c_int)(uuid),
+        cuGetErrorString=c(ctypes.c_int, ctypes.c_int, text_pointer)(error_string),
     )
 
 
@@ -62,12 +73,11 @@ def test_gpus_are_seen_in_the_drivers_order() -> None:
 @pytest.mark.parametrize(
     ("function", "result", "message", "hint"),
     [
-        ("cuInit", 999, "while starting: an unknown error", "nvidia-smi"),
-        ("cuInit", 803, "different versions", "restart"),
-        ("cuInit", 802, "not ready", "nvidia-fabricmanager"),
-        ("cuInit", 34, "stub", "LD_LIBRARY_PATH"),
-        ("cuInit", 101, "a device is not valid", "CUDA_VISIBLE_DEVICES lists no GPU twice"),
-        ("cuInit", 7777, "unknown error .CUresult 7777", "restart"),
+        ("cuInit", 999, "while starting: unknown error", "nvidia-smi"),
+        ("cuInit", 802, "not yet initialized", "nvidia-fabricmanager"),
+        ("cuInit", 34, "CUresult 34", "LD_LIBRARY_PATH"),
+        ("cuInit", 101, "invalid device ordinal", "CUDA_VISIBLE_DEVICES lists no GPU twice"),
+        ("cuInit", 7777, "an unknown error .CUresult 7777", "restart"),
         ("cuDeviceGetCount", 999, "while counting", "nvidia-smi"),
         ("cuDeviceGet", 101, "while opening cuda:0", "restart"),
         ("cuDeviceGetUuid_v2", 46, "while identifying cuda:0", "restart"),

@@ -368,13 +368,14 @@ def test_what_is_no_host_memory_is_refused(text: str, message: str) -> None:
 
 
 def test_a_host_takes_the_place_of_the_processor() -> None:
-    fleet = Fleet.from_max_memory({0: "10GiB", "cpu": "30GiB"})
+    cpu = Device(name="cpu", budget_bytes=30 * GIB)
+    fleet = Fleet(devices=(*Fleet.parse("10GiB").devices, cpu))
     assert fleet.host == fleet.device("cpu")
     assert fleet.split_host() == (fleet, None)  # modules may run on that one
     declared = fleet.with_host("5GiB")
     assert declared.device("cpu").budget_bytes == 5 * GIB
     assert declared.names == fleet.names
-    alone = Fleet.from_max_memory({"cpu": "30GiB"})
+    alone = Fleet(devices=(cpu,))
     assert alone.host is Fleet.parse("24GiB").host is None
     with pytest.raises(FleetError, match="no device"):
         alone.with_host("5GiB")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from duoka.hardware import gpu_generation
+from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 from duoka.hardware.gpu_generation import GpuGeneration
 
 BEFORE_HOPPER, FROM_HOPPER = 8_519_680, 32 * 2**20
+CPU = Device(name="cpu", budget_bytes=2 * 2**30)
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +53,7 @@ def test_named_gpus(gpus: str, sizes: list[int]) -> None:
 
 
 def test_the_cpu_has_none() -> None:
-    fleet = Fleet.from_max_memory({0: "1GiB", "cpu": "2GiB"})
+    fleet = Fleet(devices=(*Fleet.parse("1GiB").devices, CPU))
     assert fleet.gpu_generation == GpuGeneration(BEFORE_HOPPER)
     assert fleet.only(["cpu"]).gpu_generation == GpuGeneration(0)
 
@@ -83,6 +85,6 @@ def test_expandable_segments(
     for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
     assert gpu_generation.has_expandable_segments() == expandable
-    fleet = Fleet.from_max_memory({0: "1GiB", "cpu": "2GiB"})
+    fleet = Fleet(devices=(*Fleet.parse("1GiB").devices, CPU))
     assert fleet.gpu_generation.expandable_segments == expandable
     assert not fleet.only(["cpu"]).gpu_generation.expandable_segments

@@ -230,9 +230,6 @@ def test_the_real_library() -> None:
     assert all(gpu.uuid.startswith("GPU-") and gpu.name for gpu in machine.gpus)
 
 
-# ── health ──
-
-
 def test_the_newest_cuda_of_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = replay(monkeypatch, "two-4090")
     assert nvml.read().cuda_version == (12, 8)

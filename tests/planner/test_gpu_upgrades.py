@@ -9,6 +9,7 @@ from duoka import Fleet, Workload
 from duoka.errors import InfeasibleError
 from duoka.forecast.profile import Profile
 from duoka.hardware import catalogue
+from duoka.hardware.device import Device
 from duoka.hardware.parse import with_more, with_replaced
 from duoka.planner.gpu_upgrades import Upgrade, upgrades
 from duoka.planner.request import PlanProblem
@@ -80,5 +81,7 @@ def test_gpus_that_are_here_are_written_as_budgets(gpus: str) -> None:
 
 
 def test_a_cpu_alone_is_offered_no_card() -> None:
-    problem = PlanProblem(fleet=Fleet.from_max_memory({"cpu": "1GiB"}), workload=LOAD)
+    problem = PlanProblem(
+        fleet=Fleet(devices=(Device(name="cpu", budget_bytes=2**30),)), workload=LOAD
+    )
     assert upgrades(problem, lambda _: None) == []

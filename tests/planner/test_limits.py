@@ -12,6 +12,7 @@ from duoka import Fleet, Workload
 from duoka.errors import FleetError, UsageError
 from duoka.forecast.profile import Profile
 from duoka.forecast.tensor_names import NamedTensor
+from duoka.hardware.device import Device
 from duoka.planner.constraints import Constraints
 from duoka.planner.limits import limits_for, on_fleet, usable
 from duoka.planner.request import PlanRequest
@@ -135,6 +136,7 @@ def test_a_fleets_host_becomes_part_of_the_request() -> None:
     assert (problem.fleet, problem.request.host) == (declared, declared.host)
     again = on_fleet(problem.request, fleet)
     assert again == problem
-    limited = Fleet.from_max_memory({"vgpu:0": "1GiB", "cpu": "30GiB"})
+    cpu = Device(name="cpu", budget_bytes=30 * 2**30)
+    limited = Fleet(devices=(*Fleet.parse("virtual:1GiB").devices, cpu))
     problem = on_fleet(PlanRequest(workload=Workload()), limited)
     assert (problem.fleet, problem.request.host) == (limited, None)

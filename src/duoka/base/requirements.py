@@ -45,13 +45,6 @@ def versions_outside_range(*, optional: bool) -> list[str]:
     ]
 
 
-def installed_libraries() -> dict[str, str]:
-    """Return the versions of all installed libraries among duoka's requirements."""
-    names = {*_requirements(optional=False), *_requirements(optional=True), "duoka"}
-    versions = {name: installed_version(name) for name in sorted(names)}
-    return {name: version for name, version in versions.items() if version is not None}
-
-
 def _requirements(*, optional: bool) -> Mapping[str, Requirement]:
     """Return duoka's requirements by name: those of extras if `optional`, else the others."""
     from packaging.requirements import Requirement

@@ -5,7 +5,7 @@ are imported inside the commands, so that ``--help`` starts at once.
 
 - `main`: the program and its commands; `signals`, `errors`, `machine`: signals and error reports
 - `plan`, `check`, `generate`, `chat`, `serve`, `tune`, `merge`, `compare`, `gpus`, `doctor`,
-  `selftest`, `top`, `bench`, `demo`, `completion`: one command each
+  `selftest`, `top`, `bench`, `demo`: one command each
 - `deployments`: the comparison of deployments by `bench`
 - `options`, `training_options`, `groups`: options shared by several commands
 - `images`: images from files and URLs; `batch_file`: files of prompts

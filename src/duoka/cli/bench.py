@@ -10,10 +10,9 @@ import duoka
 from duoka.base.files import reading
 from duoka.base.progress import say, say_import
 from duoka.base.serialization import to_dict
-from duoka.base.text import choose
 from duoka.base.units import format_bytes, format_count
 from duoka.errors import UsageError
-from duoka.forecast.workload import QUANTIZED, Cache, read_dtype, read_quantization
+from duoka.forecast.workload import QUANTIZED, read_dtype, read_quantization
 from duoka.hardware.nvml import NoDriverError
 from duoka.planner.resolve import workload_for
 
@@ -26,8 +25,6 @@ from .terminal import new_table, note, print_json, stdout, working
 if TYPE_CHECKING:
     from duoka.hardware.calibration import Calibration
     from duoka.tools.bench.quality import Quality
-
-_CACHES: tuple[Cache, ...] = ("dynamic", "int8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +47,6 @@ class BenchOptions(OptionGroup):
         "Also measure weights in int8, int4 or nf4; repeatable. By default none; with --quality "
         "int8 and int4.",
         values=QUANTIZED,
-    )
-    cache: str | None = option(
-        "KIND",
-        "With --quality: int8 measures an 8-bit KV cache; with --quantize also both together.",
-        values=_CACHES,
     )
     json: bool = flag("Print the measurements as JSON.")
 
@@ -80,11 +72,10 @@ def bench(
     if choice.quality is not None:
         _bench_quality(choice.quality, choice, options, model)
     elif model.model is not None:
-        choice.refuse("cache", beside="deployments", hint="it applies to --quality FILE MODEL")
         bench_deployments(choice, options, model)
     elif choice.calibrate:
         beside, hint = "--calibrate, which measures the machine only", "also give a MODEL"
-        choice.refuse("quantize", "cache", "forecast", beside=beside, hint=hint)
+        choice.refuse("quantize", "forecast", beside=beside, hint=hint)
         options.refuse("context", "new_tokens", "sequences", "dtype", beside=beside, hint=hint)
         model.refuse("revision", beside=beside, hint=hint)
         _calibrate(options.gpus, choice.json)
@@ -113,9 +104,7 @@ def _measure_quality(
     file: Path, choice: BenchOptions, options: PlanOptions, model: ModelOptions
 ) -> Quality:
     """Read the options, refuse bad ones before the download, and measure the perplexities."""
-    usual = ["int8", "int4"] if choice.cache is None else []
-    forms = [read_quantization(name, QUANTIZED) for name in choice.quantize or usual]
-    cache = choose("cache", choice.cache or "dynamic", _CACHES)
+    forms = [read_quantization(name, QUANTIZED) for name in choice.quantize or ("int8", "int4")]
     context = None if options.context is None else parse_tokens(options.context)
     dtype = read_dtype(options.dtype or "auto")
     with reading(file, "give a UTF-8 text file"):  # before the model is downloaded
@@ -131,27 +120,21 @@ def _measure_quality(
 
         say("measuring")
         windows = None if context is None else Windows(context_tokens=context)
-        return measure_quality(
-            checkpoint, file, fleet, dtype=dtype, cache=cache, forms=forms, windows=windows
-        )
+        return measure_quality(checkpoint, file, fleet, dtype=dtype, forms=forms, windows=windows)
 
 
 def _print_quality(quality: Quality) -> None:
     """Print a table of the scores, compared with the unquantized model."""
     unquantized, windows = quality.scores[0], quality.windows
-    has_caches = any(score.cache != unquantized.cache for score in quality.scores)
-    text_columns = ["weights"] + ["cache"] * has_caches
     table = new_table(
-        *text_columns,
-        *("bytes", "of it", "perplexity", "more", "in percent"),
-        num_text_columns=len(text_columns),
+        *("weights", "bytes", "of it", "perplexity", "more", "in percent"),
         caption=f"{quality.scored_tokens} tokens of {quality.file}, in windows of "
         f"{windows.context_tokens} every {windows.stride_tokens}",
     )
     for score in quality.scores:
         increase = score.perplexity - unquantized.perplexity
         table.add_row(
-            *[score.weights, score.cache][: len(text_columns)],
+            score.weights,
             format_bytes(score.weight_bytes),
             f"{score.weight_bytes / unquantized.weight_bytes:.0%}",
             f"{score.perplexity:.4f}",

@@ -69,39 +69,25 @@ class ReportOutput(OptionGroup):
 class FixOptions(OptionGroup):
     """Options of --fix."""
 
-    fix: bool = _fix("Find the smallest changes that fix the faults, prove them, and show them.")
-    in_place: bool = _fix("With --fix: change the files in place, if the change is proved.")
-    output: Path | None = option(
-        "DIR",
-        "With --fix: directory for the changed copies. By default duoka-fixed.",
-        panel="Fixing",
+    fix: bool = _fix(
+        "Find the smallest changes that fix the faults, prove them, show them, and write changed "
+        "copies to duoka-fixed."
     )
+    in_place: bool = _fix("With --fix: change the files in place, if the change is proved.")
 
     def check(self) -> None:
         """Refuse contradicting options and an unwritable directory."""
         if not self.fix:
-            hint = "add --fix, or omit it"
-            self.refuse("in_place", "output", beside="a check alone", hint=hint)
-        elif self._directory is None:
-            hint = "use --output to keep the original files"
-            self.refuse("output", beside="--in-place", hint=hint)
-        else:
-            _refuse_unwritable(self._directory)
-
-    @property
-    def _directory(self) -> Path | None:
-        """Directory for changed copies of the files; None if the files are changed in place."""
-        return None if self.in_place else self.output or _DIRECTORY
+            self.refuse("in_place", beside="a check alone", hint="add --fix, or omit it")
+        elif not self.in_place:
+            _refuse_unwritable(_DIRECTORY)
 
     def write(self, repairs: Repairs) -> None:
         """Write the changed files, and report their paths."""
         from duoka.checker.fix import apply, apply_in_place
 
-        if self._directory is None:
-            files = apply_in_place([patch for patch in repairs if patch.proved])
-        else:
-            files = apply(repairs, self._directory)
-        for file in files:
+        proved = [patch for patch in repairs if patch.proved]
+        for file in apply_in_place(proved) if self.in_place else apply(repairs, _DIRECTORY):
             note(f"saved to {file}")
 
     def cures(self, report: CheckReport, repairs: Repairs) -> bool:
@@ -249,5 +235,5 @@ def _refuse_unwritable(directory: Path) -> None:
     """Raise UsageError if a directory can't be created or written."""
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        hint = "give a writable directory: --output DIR"
+        hint = "run the command in a directory that you may write to"
         raise UsageError(f"the changed files can't be written to {str(directory)!r}", hint=hint)

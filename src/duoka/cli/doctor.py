@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,10 +17,11 @@ from duoka.base.serialization import to_dict
 from duoka.base.units import format_count
 
 from . import planning
-from .errors import NOT_OK, WARNED, redact
+from .errors import NOT_OK, WARNED
 from .groups import with_groups
+from .machine import versions
 from .options import ModelOptions, PlanOptions
-from .terminal import check_file, print_json, stdout, working, write_file
+from .terminal import print_json, stdout, working
 
 if TYPE_CHECKING:
     from duoka.tools.doctor import Diagnosis, Finding
@@ -41,13 +41,6 @@ def doctor(
     model: Annotated[ModelOptions, ("model",)],
     options: Annotated[PlanOptions, ("gpus",)],
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    bundle: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write a report to attach to an issue; tokens are removed and names masked.",
-        ),
-    ] = None,
 ) -> None:
     """Diagnose this machine, its GPUs and a model, and suggest what to do.
 
@@ -59,7 +52,6 @@ def doctor(
     """
     from duoka.tools import doctor as tool
 
-    check_file(bundle, "the report")
     if options.gpus is not None:
         planning.read_fleet(options.gpus)
     facts = None
@@ -67,12 +59,7 @@ def doctor(
         facts = tool.ModelFacts(model.model, partial(_plan_model, model.model, options))
     with working("checking this machine"):
         diagnosis = tool.diagnose(options.gpus, facts)
-    if bundle is not None:
-        write_file(bundle, tool.bundle(diagnosis, redact))
-    if json:
-        print_json({"severity": diagnosis.severity, **to_dict(diagnosis)})
-    else:
-        print_diagnosis(diagnosis)
+    show_diagnosis(diagnosis, as_json=json)
     if diagnosis.severity in _CODES:
         raise typer.Exit(_CODES[diagnosis.severity])
 
@@ -84,8 +71,12 @@ def _plan_model(model: str, options: PlanOptions) -> duoka.Plan:
     return duoka.plan(checkpoint, options.gpus or planning.ALL_GPUS, workload)
 
 
-def print_diagnosis(diagnosis: Diagnosis) -> None:
-    """Print the findings as a table per group, and a summary line."""
+def show_diagnosis(diagnosis: Diagnosis, *, as_json: bool) -> None:
+    """Print the findings as a table per group, and a summary line; or as JSON, with versions."""
+    if as_json:
+        about = {"severity": diagnosis.severity, "versions": versions()}
+        print_json(about | to_dict(diagnosis))
+        return
     console = stdout()
     for group, checks in groupby(diagnosis.checks, key=lambda check: check.group):
         table = Table.grid(padding=(0, 1))

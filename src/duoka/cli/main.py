@@ -9,9 +9,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
-from typing import Annotated, NoReturn, TextIO
+from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
+from typer import rich_utils
 
 import duoka
 from duoka.base.quiet import quiet_libraries
@@ -22,7 +23,6 @@ from .bench import bench
 from .chat import chat
 from .check import check
 from .compare import compare
-from .completion import completed, completion
 from .demo import demo
 from .doctor import doctor
 from .generate import generate
@@ -59,11 +59,10 @@ app = typer.Typer(
     epilog=_EPILOG,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _OF_A_MODEL = plan, compare, check, generate, chat, serve, tune, merge
-_OF_A_MACHINE = gpus, doctor, selftest, top, bench, demo, completion
+_OF_A_MACHINE = gpus, doctor, selftest, top, bench, demo
 for command in _OF_A_MODEL + _OF_A_MACHINE:
     app.command()(command)
 
@@ -147,10 +146,10 @@ def _refuse_empty(argv: Sequence[str]) -> None:
 
 def _invoke(arguments: list[str]) -> int:
     """Run the command, or answer a shell's completion request; return the exit code."""
-    program = typer.main.get_command(app)
-    code = completed(program)
-    if code is not None:
-        return code
+    program: Any = typer.main.get_command(app)
+    if "_DUOKA_COMPLETE" in os.environ:  # set by the shell's script
+        rich_utils.MAX_WIDTH = 1000  # a word and its help are one line; the process ends afterwards
+        program._main_shell_completion({}, "duoka")
     # Not `program.main()`, which turns Ctrl-C and a closed pipe into exit code 1.
     try:
         with program.make_context("duoka", arguments) as context:

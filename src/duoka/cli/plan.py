@@ -45,8 +45,8 @@ class PlanOutput(OptionGroup):
         values=CONVENTIONS,
     )
     explain: bool = flag(
-        "Explain the plan: the binding GPU, why each GPU has no fewer and no more modules, and "
-        "the alternatives. With --json print only that."
+        "Explain the plan: the binding GPU, and why each GPU has no fewer and no more modules. "
+        "With --json print only that."
     )
     export: str | None = option(
         "TOOL",

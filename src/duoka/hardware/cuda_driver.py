@@ -31,26 +31,12 @@ from duoka.hardware import cuda_driver
 cuda_driver.report()
 """
 _RESTART = "restart the machine, or reinstall the driver"
-# Values of cuda.h's CUresult: the meaning, and a hint.
-_FAULTS = {
-    34: (
-        "the library found is the CUDA toolkit's stub for linking",
-        "remove its directory from LD_LIBRARY_PATH, and install the NVIDIA driver",
-    ),
-    101: (
-        "a device is not valid",
-        f"check that {VARIABLE} lists no GPU twice; otherwise {_RESTART}",
-    ),
-    802: (
-        "the system is not ready yet",
-        "on machines with NVSwitch start the service nvidia-fabricmanager",
-    ),
-    803: ("the running driver and its library have different versions", _RESTART),
-    804: (
-        "forward compatibility was requested on hardware that doesn't support it",
-        "remove CUDA's compat directory from LD_LIBRARY_PATH, or update the driver",
-    ),
-    999: ("an unknown error", f"check the GPUs with nvidia-smi; {_RESTART}"),
+# Hints for values of cuda.h's CUresult, whose texts the driver has.
+_HINTS = {
+    34: "install the NVIDIA driver, and remove the CUDA toolkit's stubs from LD_LIBRARY_PATH",
+    101: f"check that {VARIABLE} lists no GPU twice; otherwise {_RESTART}",
+    802: "on machines with NVSwitch start the service nvidia-fabricmanager",
+    804: "remove CUDA's compat directory from LD_LIBRARY_PATH, or update the driver",
 }
 
 
@@ -99,9 +85,9 @@ def _query(library: Any) -> tuple[str, ...]:
     result = library.cuInit(0)
     if result == _NO_DEVICE:
         return ()
-    _check(result, "while starting")
+    _check(library, result, "while starting")
     count = ctypes.c_int()
-    _check(library.cuDeviceGetCount(ctypes.byref(count)), "while counting the GPUs")
+    _check(library, library.cuDeviceGetCount(ctypes.byref(count)), "while counting the GPUs")
     return tuple(_uuid(library, ordinal) for ordinal in range(count.value))
 
 
@@ -144,17 +130,22 @@ def _load() -> Any:
 def _uuid(library: Any, ordinal: int) -> str:
     """Return the UUID of CUDA's device number `ordinal`, without NVML's prefix."""
     device = ctypes.c_int()
-    _check(library.cuDeviceGet(ctypes.byref(device), ordinal), f"while opening cuda:{ordinal}")
+    result = library.cuDeviceGet(ctypes.byref(device), ordinal)
+    _check(library, result, f"while opening cuda:{ordinal}")
     # `_v2` returns different UUIDs for the instances of a GPU in MIG mode; new in driver 470.
     get_uuid = getattr(library, "cuDeviceGetUuid_v2", None) or library.cuDeviceGetUuid
     octets = (ctypes.c_ubyte * 16)()
-    _check(get_uuid(ctypes.byref(octets), device), f"while identifying cuda:{ordinal}")
+    result = get_uuid(ctypes.byref(octets), device)
+    _check(library, result, f"while identifying cuda:{ordinal}")
     digits = bytes(octets).hex()
     return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
 
 
-def _check(result: int, what: str) -> None:
+def _check(library: Any, result: int, what: str) -> None:
     """Raise FleetError if a call of the driver failed; `what` says when."""
     if result != _SUCCESS:
-        reason, hint = _FAULTS.get(result, ("an unknown error", _RESTART))
+        text = ctypes.c_char_p()
+        library.cuGetErrorString(result, ctypes.byref(text))
+        reason = (text.value or b"an unknown error").decode()
+        hint = _HINTS.get(result, f"check the GPUs with nvidia-smi; {_RESTART}")
         raise FleetError(f"CUDA's driver fails {what}: {reason} (CUresult {result})", hint=hint)

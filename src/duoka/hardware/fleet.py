@@ -114,32 +114,6 @@ class Fleet:
         devices, links = detect(which)
         return cls(devices=devices, links=links)
 
-    @classmethod
-    def from_max_memory(cls, max_memory: object) -> Fleet:
-        """Make a fleet from ``max_memory`` of transformers and accelerate.
-
-        Parameters
-        ----------
-        max_memory : mapping of int or str to int or str
-            Bytes, or sizes like "10GiB" and "10GB", by number of a CUDA device or name of any
-            device. A device with 0 is left out. "cpu" computes if a device map names it, or if
-            there is no other device; with `Constraints(offload=True)` it limits the offloaded
-            weights.
-
-        Raises
-        ------
-        FleetError
-            If no device is left, or a name is invalid.
-        UsageError
-            If a size is invalid.
-
-        Examples
-        --------
-        >>> Fleet.from_max_memory({0: "10GiB", 1: 20 * 2**30, "cpu": "30GiB"}).names
-        ('cuda:0', 'cuda:1', 'cpu')
-        """
-        return cls(devices=parse.read_max_memory(max_memory))
-
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the devices, in order."""
@@ -230,7 +204,7 @@ class Fleet:
     def split_host(self) -> tuple[Fleet, Device | None]:
         """Separate the host memory that `with_host` added; None if the fleet has none.
 
-        A ``cpu`` of ``max_memory``, on which modules may run, stays in the fleet.
+        Another device ``cpu``, on which modules may run, stays in the fleet.
         """
         host = self.host
         is_declared = host is not None and host.product == HOST_PRODUCT

@@ -50,14 +50,6 @@ _FAULTS: dict[int, tuple[str, str]] = {
         "restart the machine: the driver was updated and the old one is still running",
     ),
 }
-# Bits of NVML's clock event reasons that are faults. The bits for idleness, power limits under
-# load, applications' clocks and displays are normal and left out.
-_SLOWDOWNS = {
-    0x08: "the board's protection",
-    0x20: "its temperature (the driver's limit)",
-    0x40: "its temperature (the hardware's limit)",
-    0x80: "the power supply",
-}
 _LOST = {pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED}
 
 
@@ -113,12 +105,6 @@ class NvmlGpu(Instance):
         True in MIG mode, in which only the `instances` can compute.
     pcie_generation, max_pcie_generation : int, optional
         The current PCIe generation, which an idle card lowers, and the maximal one.
-    slowdowns : tuple of str
-        Causes of lowered clocks that are faults.
-    uncorrected_errors : int, optional
-        Uncorrected memory errors since the driver was loaded.
-    awaits_reset, is_worn : bool
-        True if the next reset replaces parts of the memory; True if remapping memory rows failed.
     """
 
     index: int
@@ -133,10 +119,6 @@ class NvmlGpu(Instance):
     max_pcie_generation: int | None = None
     max_pcie_lanes: int | None = None
     compute_capability: tuple[int, int] | None = None
-    slowdowns: tuple[str, ...] = ()
-    uncorrected_errors: int | None = None
-    awaits_reset: bool = False
-    is_worn: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +273,6 @@ def _read_gpu(index: int, handle: Any) -> Iterator[NvmlGpu]:
     capability = _query(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
     yield NvmlGpu(
         **asdict(_instance(handle)),
-        **_read_health(handle),
         index=index,
         pci_address=_pci_address(_query(pynvml.nvmlDeviceGetPciInfo, handle)),
         processes=_read_processes(handle),
@@ -306,20 +287,6 @@ def _read_gpu(index: int, handle: Any) -> Iterator[NvmlGpu]:
         max_pcie_lanes=_query(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
         compute_capability=None if capability is None else (capability[0], capability[1]),
     )
-
-
-def _read_health(handle: Any) -> dict[str, Any]:
-    """Return the fields of `NvmlGpu` about faults: slowdowns, memory errors, worn memory."""
-    reasons = _query(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
-    remapped = _query(pynvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
-    retired = _query(pynvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
-    kind, span = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
-    return {
-        "slowdowns": tuple(text for bit, text in _SLOWDOWNS.items() if reasons & bit),
-        "uncorrected_errors": _query(pynvml.nvmlDeviceGetTotalEccErrors, handle, kind, span),
-        "awaits_reset": bool(remapped[2] or retired),
-        "is_worn": bool(remapped[3]),
-    }
 
 
 def _read_memory(handle: Any) -> tuple[int | None, int | None]:

@@ -1,18 +1,18 @@
-"""Parser of fleets: the forms of `--gpus`, and transformers' ``max_memory``.
+"""Parser of fleets: the forms of `--gpus`.
 
 Entries of four kinds are joined by commas or "+": a GPU of this machine ("2", "GPU-8932f937"), a
 budget ("24GiB"), a card of the catalogue ("RTX4090", "4090") and a declared card with its figures
 ("MyCard:24GiB,936GB/s"). The text of an entry determines its kind. An entry may have a count before
 or after it: "2xRTX4090", "4090*2".
 
-Memory sizes follow the usage of GPU makers: 24G, 24GB and 24GiB are 24 x 1024³ bytes. In speeds,
-and in sizes of ``max_memory``, a GB is 1000³ bytes.
+Memory sizes follow the usage of GPU makers: 24G, 24GB and 24GiB are 24 x 1024³ bytes. In speeds, a
+GB is 1000³ bytes.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -50,9 +50,6 @@ _RATE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([gtp])flop(?:s|/s|ps)?", re.ASC
 _RATE_UNITS = {"g": 1e9, "t": 1e12, "p": 1e15}
 _RESERVED = frozenset({"virtual", "cuda", "vgpu", "cpu", "gpu"})
 _CARD_NAME = re.compile(r"[\w .()/-]{1,40}")
-_MAX_MEMORY_GPU = re.compile(r"(?:(?:cuda:)?|(?P<virtual>vgpu:))(?P<number>[0-9]{1,4})", re.ASCII)
-_ZERO_SIZE = re.compile(r"0+(\.0+)?\s*[A-Za-z]*", re.ASCII)
-_MAX_MEMORY_FORM = '{0: "10GiB", 1: "20GiB", "cpu": "30GiB"} is one'
 
 
 # A device before it gets its final name, and its card; None if it isn't of the catalogue.
@@ -329,38 +326,3 @@ def _join_entries(entries: Sequence[str]) -> str:
     texts = [entry if count == 1 else f"{count}x{entry}" for entry, count in groups]
     # After a card with figures, a comma would continue the figures, so "+" joins the entries.
     return ("+" if any(":" in entry for entry in entries) else ",").join(texts)
-
-
-def read_max_memory(max_memory: object) -> tuple[Device, ...]:
-    """Parse transformers' ``max_memory``; devices of size 0 are left out."""
-    if not isinstance(max_memory, Mapping):
-        raise UsageError(
-            f"max_memory must map devices to sizes, not be of type {type(max_memory).__name__}",
-            hint=_MAX_MEMORY_FORM,
-        )
-    sizes = ((key, _max_memory_size(key, value)) for key, value in max_memory.items())
-    return tuple(Device(name=_parse_max_memory_key(k), budget_bytes=num) for k, num in sizes if num)
-
-
-def _parse_max_memory_key(key: object) -> str:
-    """Return torch's name of the device that a key of ``max_memory`` names: 0 is "cuda:0"."""
-    text = str(key) if isinstance(key, str) or type(key) is int else repr(key)
-    if match := _MAX_MEMORY_GPU.fullmatch(text):
-        return f"{'vgpu' if match['virtual'] else 'cuda'}:{int(match['number'])}"
-    if text == "cpu":
-        return text
-    raise FleetError(
-        f"max_memory names {text[:60]!r}, which is not a device", hint=_MAX_MEMORY_FORM
-    )
-
-
-def _max_memory_size(key: object, value: object) -> int:
-    """Return the bytes of a value of ``max_memory``, a number or a size with a unit; may be 0."""
-    if type(value) is int and value >= 0:
-        return value
-    if isinstance(value, str):
-        return 0 if _ZERO_SIZE.fullmatch(value.strip()) else parse_bytes(value)
-    raise UsageError(
-        f"max_memory of {str(key)[:60]!r} is {str(value)[:60]}, which is not a size",
-        hint="give bytes as a number, or a string such as 10GiB or 10GB",
-    )

@@ -45,7 +45,7 @@ def fleet_for(
     if not budget:
         raise FleetError(
             "the CPU memory budget is unknown",
-            hint='give a budget: Fleet.from_max_memory({0: "24GiB", "cpu": "30GiB"})',
+            hint="give it with --host-memory to offload weights, or omit cpu from the device map",
         )
     return replace(fleet, devices=(*fleet.devices, Device(name="cpu", budget_bytes=budget)))
 

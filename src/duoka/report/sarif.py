@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from duoka.base.units import format_bytes
 
-from .check_report import CheckReport, Fault, Operand, Place
+from .check_report import CheckReport, Fault, Place
 from .terminal.words import describe_map_errors
 
 _SCHEMA = (
@@ -110,12 +110,8 @@ class _Log:
         """Yield a result for each fault, warning, and device over its budget."""
         for level, faults in (("error", self._report.faults), ("warning", self._report.warnings)):
             for fault in faults:
-                related = [*self._related_locations(fault)]
-                yield {
-                    **self._result(fault.kind, level, _message(fault, related), fault.place),
-                    "occurrenceCount": max(fault.count, 1),
-                    **_if_any(relatedLocations=related),
-                }
+                result = self._result(fault.kind, level, _message(fault), fault.place)
+                yield result | {"occurrenceCount": max(fault.count, 1)}
         for peak in self._report.memory:
             if peak.overflows and peak.place is not None:
                 budget = peak.budget_bytes
@@ -135,19 +131,6 @@ class _Log:
             "message": {"text": text},
             "locations": [self._location(place)],
         }
-
-    def _related_locations(self, fault: Fault) -> Iterator[_Json]:
-        """Yield the places that created the tensors, and those of followup faults (§3.27.22)."""
-        places: dict[Place, str] = {}
-        for operand in fault.operands:
-            origin = operand.origin
-            if origin is not None and origin.place is not None:
-                text = f"{_tensor_name(operand)} on {operand.device} was created here"
-                places.setdefault(origin.place, text)
-        for followup in fault.followups:
-            places.setdefault(followup.place, f"{followup.op} also fails because of this")
-        for number, (place, text) in enumerate(places.items(), 1):
-            yield {"id": number, **self._location(place), "message": {"text": text}}
 
     def _location(self, place: Place) -> _Json:
         """Describe a place as a SARIF location."""
@@ -199,26 +182,12 @@ def _region(place: Place) -> _Json:
     }
 
 
-def _message(fault: Fault, related: list[_Json]) -> str:
-    """Build the message of a fault, with links to the related locations (§3.11.6)."""
+def _message(fault: Fault) -> str:
+    """Build the message of a fault: its tensors with their devices, and CUDA's error."""
     devices = " and ".join(fault.devices)
     tensors = dict.fromkeys(
-        f"{_tensor_name(operand)} is on {operand.device}" for operand in fault.operands
+        f"{operand.expression or operand.argument} is on {operand.device}"
+        for operand in fault.operands
     )
-    text = f"{fault.op} of tensors on {devices}: {'; '.join(tensors)}."
-    if fault.message:
-        text += f" {'CUDA: ' * (fault.effect == 'raises')}{fault.message}"
-    links = ", ".join(f"[{_escape_links(to['message']['text'])}]({to['id']})" for to in related)
-    return f"{text} {links}".strip()
-
-
-def _tensor_name(operand: Operand) -> str:
-    """Return the expression of an operand, or its argument name."""
-    return operand.expression or operand.argument
-
-
-def _escape_links(text: str) -> str:
-    """Escape the characters of SARIF's link syntax."""
-    for sign in "\\[]":
-        text = text.replace(sign, f"\\{sign}")
-    return text
+    error = f" {'CUDA: ' * (fault.effect == 'raises')}{fault.message}" if fault.message else ""
+    return f"{fault.op} of tensors on {devices}: {'; '.join(tensors)}.{error}"

@@ -136,19 +136,6 @@ def test_a_report_with_next_to_nothing_is_printed() -> None:
     assert render_plain(render_report(empty)) == "✓ m: runs without a fault\n"
 
 
-def test_places_are_links_on_a_terminal(tmp_path: Path) -> None:
-    folder = tmp_path / "a [b] c"
-    folder.mkdir()
-    report = report_of(table_fault(write_model(folder)))
-    console = Console(file=io.StringIO(), width=200, force_terminal=True)
-    with console.capture() as capture:
-        console.print(render_report(report))
-    assert f"{folder.as_uri()}/modeling_tiny.py\x1b\\" in capture.get()
-    assert "a [b] c/modeling_tiny.py:12 in Encoder.forward" in render_plain(
-        render_report(report), 200
-    )
-
-
 def test_one_device_says_little(tmp_path: Path) -> None:
     one = replace(good_report(tmp_path), devices=("cuda:0",))
     assert "note: a single device can't have device faults" in render_plain(render_report(one))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import linecache
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reports import place_of
 from rich.cells import cell_len
-from rich.console import Console
 
 from duoka.report.check_report import Place
 from duoka.report.terminal import render_plain
@@ -111,19 +109,6 @@ def test_control_characters_are_dots(file: Path) -> None:
     lines = shown(file, "x = '\x1b[31m' + y\n", "'\x1b[31m' + y", "y")
     assert lines[0] == "1 │ x = '·[31m' + y"
     assert lines[1].index("^") == lines[0].index("+ y") + 2
-
-
-def test_colours_change_no_text(file: Path) -> None:
-    file.write_text("def f(x):\n\n    return '多' + x  # why\n", encoding="utf-8")
-    excerpt = Excerpt(place_of(file, "'多' + x"), [Mark(place=place_of(file, "x"), label="d")])
-    console = Console(file=io.StringIO(), width=60, force_terminal=True, color_system="truecolor")
-    with console.capture() as capture:
-        console.print(excerpt)
-    coloured = Console(file=io.StringIO(), record=True, width=60, force_terminal=True)
-    coloured.print(excerpt)
-    assert "\x1b[" in capture.get()
-    text = "\n".join(line.rstrip() for line in coloured.export_text().splitlines())
-    assert text.strip() == render_plain(excerpt, 60).strip()
 
 
 def test_cells() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from duoka.planner.explain import Alternative, BoundaryMove, Crossing, Explanation, Fewer, Share
+from duoka.planner.explain import BoundaryMove, Explanation, Fewer, Share
 from duoka.report.terminal import render_explanation
 
 GIB = 2**30
@@ -33,7 +33,6 @@ EXPLANATION = Explanation(
     bound=0.31 * GIB,
     binding_device="cuda:0",
     shares=(FIRST, SECOND),
-    crossings=(Crossing(source="cuda:0", target="cuda:1", per="token", num_bytes=8192),),
     changes=(
         BoundaryMove(
             giver=share("cuda:1", LAYERS[1:], 10.6, 12),
@@ -50,16 +49,6 @@ EXPLANATION = Explanation(
         ),
     ),
     fewer=Fewer(devices=("cuda:0",), missing_bytes=10 * GIB),
-    alternatives=(
-        Alternative(
-            name="equal numbers of layers",
-            shares=(FIRST, share("cuda:1", SECOND.modules, 13, 12)),
-            fits=False,
-            value=None,
-            request_seconds=None,
-            is_plan=False,
-        ),
-    ),
 )
 
 
@@ -84,8 +73,6 @@ def test_every_reason_has_its_numbers(width: int) -> None:
         "would need 419.84 MiB: 102.40 MiB are missing.",
         "No more modules: with layers.0 of cuda:0 it would need 11.90 GiB of 12.00 GiB: the "
         "tightest GPU would have 102.40 MiB of headroom instead of 317.44 MiB.",
-        "cuda:0 → cuda:1: 8.00 KiB a token",
-        "does not fit: cuda:1 would need 13.00 GiB of 12.00 GiB",
     ):
         assert wanted in words, wanted
 
@@ -93,8 +80,7 @@ def test_every_reason_has_its_numbers(width: int) -> None:
 def test_fragmentation_is_no_number() -> None:
     fragmented = share("cuda:0", (*FIRST.modules, LAYERS[0]), 24 + 1 / GIB, 24)
     impossible = replace(EXPLANATION.changes[0], taker=fragmented)
-    other = replace(EXPLANATION.alternatives[0], shares=(fragmented, SECOND))
-    changed = replace(EXPLANATION, changes=(impossible,), alternatives=(other,))
+    changed = replace(EXPLANATION, changes=(impossible,))
     words = " ".join(printed(changed).split())
     assert (
         "No fewer modules: with layers.24 fragmentation on cuda:0 would exceed its budget." in words
@@ -102,7 +88,6 @@ def test_fragmentation_is_no_number() -> None:
     assert (
         "No more modules: with layers.24 of cuda:1 fragmentation would exceed its budget." in words
     )
-    assert "does not fit: fragmentation on cuda:0 would exceed its budget" in words
 
 
 def test_a_step_of_training_is_no_request() -> None:

@@ -74,18 +74,6 @@ def test_perplexity_is_that_of_the_whole_text(model: Path, text: Path) -> None:
     assert found.scores[1].weight_bytes < found.scores[0].weight_bytes
 
 
-@pytest.mark.slow
-def test_a_cache_in_8_bit_is_read_back(model: Path, text: Path) -> None:
-    checkpoint = Checkpoint.open(model)
-    whole = Windows(context_tokens=250)
-    found = measure_quality(checkpoint, text, FLEET, cache="int8", forms=(), windows=whole)
-    plain, rounded = found.scores
-    assert (plain.cache, rounded.cache) == ("dynamic", "int8")
-    assert plain.weight_bytes == rounded.weight_bytes
-    assert plain.perplexity != rounded.perplexity
-    assert rounded.perplexity == pytest.approx(plain.perplexity, rel=0.01)
-
-
 def test_windows_are_no_longer_than_the_model(model: Path) -> None:
     assert windows_for(Checkpoint.open(model)) == Windows(context_tokens=256)
 
@@ -99,22 +87,22 @@ def test_the_program_prints_a_table_and_json(
         asked.update(options)
         scores = (
             Score(weights="float32", weight_bytes=2000, perplexity=4.0),
-            Score(weights="float32", weight_bytes=2000, perplexity=5.0, cache="int8"),
+            Score(weights="nf4", weight_bytes=500, perplexity=5.0),
         )
         windows = options["windows"]
         return Quality(model="m", file="f", scored_tokens=9, windows=windows, scores=scores)
 
     monkeypatch.setattr("duoka.tools.bench.quality.measure_quality", measured)
     words = ("bench", "--quality", str(text), str(model), "--gpus", "virtual:64MiB")
-    words = (*words, "--cache", "int8", "--context", "64")
+    words = (*words, "--quantize", "nf4", "--context", "64")
     assert run(words) == 0
     table = capsys.readouterr().out
-    assert (asked["cache"], asked["forms"], asked["windows"].context_tokens) == ("int8", [], 64)
+    assert (asked["forms"], asked["windows"].context_tokens) == (["nf4"], 64)
     assert "9 tokens of f, in windows of 64 every 32" in table
     assert "+25.00%" in table
     assert run((*words, "--json")) == 0
     told = json.loads(capsys.readouterr().out)
-    assert [score["cache"] for score in told["scores"]] == ["dynamic", "int8"]
+    assert [score["weights"] for score in told["scores"]] == ["float32", "nf4"]
     assert told["windows"]["context_tokens"] == 64
 
 

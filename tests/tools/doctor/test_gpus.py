@@ -34,24 +34,6 @@ def test_eight_h100_are_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert findings(tmp_path, *GPUS, "software") == {}
 
 
-def test_a_sick_h100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    recording = machine(monkeypatch, "hgx-h100")
-    sick = recording.data["devices"][2]
-    sick["nvmlDeviceGetTotalEccErrors"] = 3
-    sick["nvmlDeviceGetRemappedRows"] = [0, 1, 1, 1]
-    sick["nvmlDeviceGetCurrentClocksThrottleReasons"] = 0x48
-    found = findings(tmp_path, *GPUS)
-    assert [(finding.severity, finding.text) for finding in found["health"]] == [
-        ("error", "GPU 2: 3 memory errors that were not corrected"),
-        ("error", "GPU 2: no spare memory rows are left"),
-        ("warning", "GPU 2: memory rows are pending remapping"),
-        (
-            "warning",
-            "GPU 2: throttled by the board's protection and its temperature (the hardware's limit)",
-        ),
-    ]
-
-
 def test_busy_cards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     recording = machine(monkeypatch, "busy")
     unseen = recording.data["devices"][2]["nvmlDeviceGetMemoryInfo_v2"]

@@ -71,7 +71,7 @@ def apply_in_place(patches: Iterable[Patch]) -> tuple[Path, ...]:
     for patch in patches:
         path = Path(patch.file)
         if _in_packages(path) is not None:
-            hint = "write changed copies with --output DIR, and use them as your own model code"
+            hint = "without --in-place, use the copies in duoka-fixed as your own model code"
             raise UsageError(f"{path} belongs to an installed package", hint=hint)
         text = None
         with suppress(SourceError):

@@ -62,22 +62,6 @@ class BoundaryMove:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crossing:
-    """The activations sent from one stage to the next, with the seconds of the transfer.
-
-    Bytes and seconds are `per` "token": the average over decode steps, each for the whole batch.
-    For a request without decode steps they are per "request", in training per "step". `seconds` is
-    None if the speed of the devices or of their link is unknown.
-    """
-
-    source: str
-    target: str
-    per: Literal["token", "request", "step"]
-    num_bytes: int
-    seconds: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Fewer:
     """A lower bound of the bytes that are missing on one device less than the plan uses.
 
@@ -86,28 +70,6 @@ class Fewer:
 
     devices: tuple[str, ...]
     missing_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
-    """A placement for the same workload, with its shares in execution order.
-
-    `is_plan` is True if it equals the plan's placement. `value` is its value for the plan's
-    objective, `request_seconds` the time from the request to the last token (in training of a
-    step). Both are None if the placement doesn't fit; the seconds also if speeds are unknown.
-    """
-
-    name: str
-    shares: tuple[Share, ...]
-    fits: bool
-    value: float | None
-    request_seconds: float | None
-    is_plan: bool
-
-    @property
-    def least_headroom_bytes(self) -> int:
-        """The headroom of the tightest device; negative if a share doesn't fit."""
-        return min(share.headroom_bytes for share in self.shares)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,10 +92,8 @@ class Explanation:
     binding_device: str
     shares: tuple[Share, ...]
     leaves_room: bool = False
-    crossings: tuple[Crossing, ...] = ()
     changes: tuple[BoundaryMove, ...] = ()
     fewer: Fewer | None = None
-    alternatives: tuple[Alternative, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain dicts and lists for `json.dumps`."""

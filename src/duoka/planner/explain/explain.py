@@ -1,11 +1,9 @@
-"""Explain a plan from its profile: boundaries, alternatives and the shortfall on fewer devices."""
+"""Explain a plan from its profile: boundaries, and the shortfall on fewer devices."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
-from typing import Literal
 
 from duoka.errors import UsageError
 from duoka.forecast.costs import Costs
@@ -20,12 +18,12 @@ from ..plan_profile import needed_profile
 from ..planner import with_chunks
 from ..room import is_large_chunk, is_tight, room_bytes
 from ..search import BlockRange, NoPlacement, search
-from .alternatives import Stages, Trial, alternatives
-from .data import BoundaryMove, Crossing, Explanation, Fewer, Outcome, Share
+from .data import BoundaryMove, Explanation, Fewer, Outcome, Share
+from .trial import Stages, Trial
 
 
 def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
-    """Explain a plan: its binding device, the boundaries of its stages, and the alternatives.
+    """Explain a plan: its binding device, and the boundaries of its stages.
 
     Parameters
     ----------
@@ -80,10 +78,8 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
         leaves_room=leaves_room,
         binding_device=plan.binding_device,
         shares=tuple(_shares(plan)),
-        crossings=tuple(_crossings(trial, runs)),
         changes=() if stages is None else tuple(_boundary_moves(trial, stages)),
         fewer=_shortfall_on_fewer(trial, plan),
-        alternatives=tuple(alternatives(trial, stages)),
     )
 
 
@@ -95,33 +91,6 @@ def _shares(plan: Plan) -> Iterator[Share]:
             modules=tuple(name for name, at in plan.placement.entries if at == device.device),
             requested_bytes=device.requested_bytes,
             budget_bytes=device.budget_bytes,
-        )
-
-
-def _crossings(trial: Trial, runs: Stages) -> Iterator[Crossing]:
-    """Yield the activations sent from each run to the next one."""
-    seconds = trial.seconds(runs)
-    # Bytes and seconds of decoding are sums over all decode steps, and are divided by their number.
-    # Without decode steps (a single new token, training) those of the whole prompt are reported.
-    is_training = trial.costs.workload.training is not None
-    steps = trial.costs.workload.new_tokens - 1  # prefill generates the first token
-    prefill, decode = trial.costs.latency.boundary_bytes
-    for number, (source, target) in enumerate(pairwise(runs), 1):
-        names = [trial.fleet.devices[stage.device].name for stage in (source, target)]
-        came = None if seconds is None else seconds.stages[number]
-        if steps > 0:
-            took = None if came is None else came.decode_transfer_seconds / steps
-            num_bytes = decode[target.start] / steps
-        else:
-            took = None if came is None else came.prefill_transfer_seconds
-            num_bytes = prefill[target.start]
-        unit: Literal["request", "step"] = "step" if is_training else "request"
-        yield Crossing(
-            source=names[0],
-            target=names[1],
-            per="token" if steps > 0 else unit,
-            num_bytes=round(num_bytes),
-            seconds=took if trial.fleet.links else None,
         )
 
 

@@ -200,7 +200,7 @@ def _advice(report: CheckReport) -> Iterator[RenderableType]:
 def render_place(place: Place) -> Text:
     """Format file, line and function."""
     function = f" in {place.function}" if place.function else ""
-    return Text.assemble(words.link_place(place), function)
+    return Text(words.format_place(place) + function)
 
 
 def render_fault(fault: Fault, title: str, style: str) -> RenderableType:
@@ -307,8 +307,8 @@ def _all_followups(fault: Fault) -> Iterator[Fault]:
 
 def _render_followup(fault: Fault) -> Text:
     source = f": {words.crop(fault.source)}" if fault.source else ""
-    place = words.link_place(fault.place, brief=True)
-    return Text.assemble(f"{words.describe_operation(fault)} at ", place, source)
+    place = words.format_place(fault.place, brief=True)
+    return Text(f"{words.describe_operation(fault)} at {place}{source}")
 
 
 def _costs(report: CheckReport) -> Iterator[RenderableType]:

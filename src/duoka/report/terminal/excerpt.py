@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.syntax import Syntax
 from rich.text import Text
 
 from ..check_report import Place
@@ -18,7 +17,6 @@ _LONGEST = 7  # lines; of a longer expression only its ends and marked lines are
 _END = 2
 _MARGIN = 4  # cells kept visible before a mark in a line that is too long
 _NARROWEST = 16
-_THEME = "ansi_dark"  # the terminal's own colours
 _TAB = 4
 
 
@@ -68,7 +66,7 @@ class Excerpt:
         room = max(options.max_width - digits - len(f" {bar} "), _NARROWEST)
         spans = self._spans(lines)
         first_cell = _first_visible_cell(lines, spans, room)
-        texts = _highlight(lines, coloured=console.color_system is not None)
+        texts = {number: Text(expand(line)) for number, line in lines.items()}
         previous = min(lines) - 1
         for number in self._numbers(lines):
             if number != previous + 1:
@@ -175,18 +173,6 @@ def _span(mark: Mark, line: str) -> _Span:
     stop = length if place.end_line > place.line else min(max(place.end_column, start), length)
     first, end = (cell_len(expand(line[:column])) for column in (start, stop))
     return _Span(first, max(end, first + 1), mark.label, mark.style)
-
-
-def _highlight(lines: Mapping[int, str], *, coloured: bool) -> dict[int, Text]:
-    """Return the lines as text, with syntax highlighting if `coloured`."""
-    plain = {number: expand(line) for number, line in lines.items()}
-    texts = {number: Text(line) for number, line in plain.items()}
-    if coloured:
-        code = Syntax("", "python", theme=_THEME, background_color="default")
-        lit = code.highlight("\n".join(plain.values())).split("\n", allow_blank=True)
-        if [line.plain for line in lit[: len(plain)]] == list(plain.values()):
-            texts = dict(zip(plain, lit, strict=False))
-    return texts
 
 
 def _draw_row(signs: Mapping[int, tuple[str, str]]) -> Text:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
 from duoka.base.units import format_bytes, format_count
-from duoka.planner.explain import Alternative, BoundaryMove, Explanation, Share
+from duoka.planner.explain import BoundaryMove, Explanation, Share
 
-from .words import count_layers, join_words, name_modules
+from .words import join_words, name_modules
 
 _AIMS = {
     "headroom": "maximize the smallest free memory over all GPUs",
@@ -26,7 +26,6 @@ _VALUE_PHRASES = {
     "latency": ("A {work}", "takes", "takes less than"),
     "throughput": ("The slowest, on {},", "takes", "has one that takes less than"),
 }
-_MAX_NAMED = 3
 _NEGLIGIBLE_BYTES = 4096
 
 
@@ -169,68 +168,13 @@ def _shortfall(num_bytes: int, bound_prefix: str = "") -> str:
     return f"{bound_prefix}{format_bytes(num_bytes)} are missing"
 
 
-def describe_transfers(explanation: Explanation) -> Iterator[str]:
-    """Describe the bytes and seconds of each transfer between GPUs."""
-    for crossing in explanation.crossings:
-        took = "" if crossing.seconds is None else f", {format_duration(crossing.seconds)}"
-        what = f"{format_bytes(crossing.num_bytes)} a {crossing.per}{took}"
-        yield f"{crossing.source} → {crossing.target}: {what}"
-
-
-def _format_layers(shares: Sequence[Share]) -> str:
-    """Describe the number of layers on each device."""
-    counts = count_layers([share.modules for share in shares])
-    if counts is None:
-        return ", ".join(share.device for share in shares)
-    return ", ".join(
-        f"{share.device} {format_count(count, 'layer') if count else name_modules(share.modules)}"
-        for share, count in zip(shares, counts, strict=True)
-    )
-
-
-def _verdict(alternative: Alternative, explanation: Explanation) -> str:
-    """Describe an alternative: the plan itself, why it does not fit, or its value."""
-    if alternative.is_plan:
-        return "this plan"
-    if alternative.value is None:
-        over = [share for share in alternative.shares if not share.holds]
-        fits = alternative.least_headroom_bytes >= 0
-        return f"{'leaves too little headroom' if fits else 'does not fit'}: {_shortages(over)}"
-    headroom = f"{format_bytes(alternative.least_headroom_bytes)} of headroom on the tightest GPU"
-    if explanation.objective in ("latency", "throughput"):
-        verdict = f"{format_value(explanation, alternative.value)}, {headroom}"
-    elif alternative.request_seconds is not None:
-        verdict = (
-            f"{headroom}, {format_duration(alternative.request_seconds)} for a {explanation.work}"
-        )
-    else:
-        verdict = headroom
-    used, planned = len(alternative.shares), len(explanation.shares)
-    number = "" if used == planned else f"; {format_count(used, 'GPU')} instead of {planned}"
-    return verdict + number
-
-
-def _shortages(over: Sequence[Share]) -> str:
-    """Describe the devices that exceed their budgets; at most three by name."""
-    shortages = [
-        f"fragmentation on {share.device} would exceed its budget"
-        if share.is_fragmented
-        else f"{share.device} would need {format_bytes(share.requested_bytes)} of "
-        f"{format_bytes(share.budget_bytes)}"
-        for share in over[:_MAX_NAMED]
-    ]
-    if len(over) > _MAX_NAMED:
-        shortages.append(f"{len(over) - _MAX_NAMED} more exceed their budgets")
-    return join_words(shortages)
-
-
 def render_explanation(explanation: Explanation) -> RenderableType:
-    """Return a rich renderable: objective, each GPU, alternatives."""
+    """Return a rich renderable: the objective, then each GPU."""
     return Group(*_parts(explanation))
 
 
 def _parts(explanation: Explanation) -> Iterator[RenderableType]:
-    """Yield the sections: objective, each GPU, transfers and alternatives."""
+    """Yield the sections: the objective, and each GPU."""
     yield Text("why", style="bold")
     sentences = (*describe_objective(explanation), explain_gpu_count(explanation))
     yield from map(_indent, filter(None, sentences))
@@ -238,15 +182,7 @@ def _parts(explanation: Explanation) -> Iterator[RenderableType]:
         yield Text.assemble((share.device, "bold"), " has ", name_modules(share.modules))
         yield _indent(describe_memory(share))
         yield from map(_indent, explain_neighbors(explanation, share.device))
-    yield from map(Text, describe_transfers(explanation))
-    if explanation.alternatives:
-        yield Text("alternatives", style="bold")
-    for alternative in explanation.alternatives:
-        yield _indent(alternative.name, style="bold" if alternative.is_plan else "")
-        yield _indent(_format_layers(alternative.shares), by=4)
-        style = "" if alternative.fits else "red"
-        yield _indent(_verdict(alternative, explanation), by=4, style=style)
 
 
-def _indent(text: str, *, by: int = 2, style: str = "") -> RenderableType:
-    return Padding(Text(text, style=style), (0, 0, 0, by))
+def _indent(text: str) -> RenderableType:
+    return Padding(Text(text), (0, 0, 0, 2))

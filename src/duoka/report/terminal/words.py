@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.style import Style
-from rich.text import Text
-
 from duoka.base.text import containing
 from duoka.base.units import format_bytes, format_count
 from duoka.errors import Faults
-from duoka.forecast.tensor_names import layer_of, main_list
+from duoka.forecast.tensor_names import main_list
 from duoka.planner.device_map import corrections, runs, shorten
 
 from ..check_report import Fault, Operand, Origin, Place
@@ -57,13 +54,6 @@ def shorten_path(path: str) -> str:
         if full_path.is_relative_to(root):
             return str(full_path.relative_to(root))
     return path
-
-
-def link_place(place: Place, *, brief: bool = False) -> Text:
-    """Format a place like `format_place`, as a hyperlink on terminals that support it."""
-    path = Path(place.file)
-    style = Style(link=path.as_uri()) if path.is_absolute() else ""
-    return Text(format_place(place, brief=brief), style=style)
 
 
 def format_module(name: str) -> str:
@@ -139,16 +129,6 @@ def modules_of(entries: Sequence[tuple[str, str]], device: str) -> list[str]:
         [name, *(part for part in containing(name) if part not in split_names)] for name in names
     )
     return list(dict.fromkeys(parts[-1] for parts in towers))
-
-
-def count_layers(parts: Sequence[Sequence[str]]) -> list[int] | None:
-    """Count the model's layers in each part; None if the model has no list of layers."""
-    main = main_list([name for part in parts for name in part])
-    if main is None:
-        return None
-    return [
-        len({at[1] for name in part if (at := layer_of(name)) and at[0] == main}) for part in parts
-    ]
 
 
 def without_prefix(name: str) -> str:

@@ -1,9 +1,8 @@
 """Quality: the cost of quantization, as a model's perplexity on a text.
 
 The text is read in overlapping windows. Each window scores the tokens that earlier windows have not
-scored, with at least the overlap as context. An 8-bit KV cache is used as in generation: a window
-runs in steps, and each step attends to the cached keys and values of the previous steps. Models are
-loaded as for generation, one after another; each is freed before the next is loaded.
+scored, with at least the overlap as context. Models are loaded as for generation, one after
+another; each is freed before the next is loaded.
 """
 
 from __future__ import annotations
@@ -27,17 +26,14 @@ from duoka.base.progress import say
 from duoka.base.text import choose
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import MachineError, UsageError
-from duoka.forecast.workload import QUANTIZED, Cache, Dtype, Quantization, Workload
+from duoka.forecast.workload import QUANTIZED, Dtype, Quantization, Workload
 from duoka.hardware.fleet import Fleet
-from duoka.models.cache_argument import cache_name
 from duoka.models.from_checkpoint import tokenizer_of
-from duoka.models.kv_cache import new_cache
 
 CONTEXT_TOKENS = 512
 MOST_TOKENS = 8192
 _MAX_FILE_BYTES = 64 * 2**20
 _MIN_TOKENS = 16
-_STEP_TOKENS = 32  # tokens per step of a window, if a cache is measured
 _ROWS = 64  # rows of logits converted to float32 at a time
 
 
@@ -89,7 +85,7 @@ class Windows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Perplexity of a model in one weight format, with one KV cache.
+    """Perplexity of a model in one weight format.
 
     `weights` is the dtype or the quantization. `weight_bytes` are the bytes on all devices,
     including scales and padding.
@@ -98,7 +94,6 @@ class Score:
     weights: str
     weight_bytes: int
     perplexity: float
-    cache: Cache = "dynamic"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +113,6 @@ def measure_quality(
     fleet: Fleet,
     *,
     dtype: Dtype = "auto",
-    cache: Cache = "dynamic",
     forms: Sequence[Quantization] = ("int8", "int4"),
     windows: Windows | None = None,
 ) -> Quality:
@@ -133,9 +127,6 @@ def measure_quality(
     fleet : Fleet
     dtype : {"auto", "float32", "float16", "bfloat16"}
         The type of the unquantized weights.
-    cache : {"dynamic", "int8"}
-        KV cache of all runs after the first, which is always unquantized and "dynamic". With "int8"
-        the unquantized model runs a second time.
     forms : sequence of {"int8", "int4", "nf4"}
         The quantizations to measure.
     windows : Windows, optional
@@ -158,29 +149,26 @@ def measure_quality(
     checkpoint = checkpoint.fetch()
     prefix, ids = _tokenize(checkpoint, text, file, windows)
     scores = []
-    cases: list[tuple[Quantization, Cache]] = [("none", "dynamic"), ("none", cache)]
-    for form, kind in dict.fromkeys([*cases, *((form, cache) for form in forms)]):
+    cases: list[Quantization] = ["none", *forms]
+    for form in dict.fromkeys(cases):
         workload = Workload(
             prompt_tokens=windows.context_tokens - 1,
             new_tokens=1,
             dtype=dtype,
             logits="all",
             quantize=form,
-            cache=kind,
         )
         label = "unquantized" if form == "none" else form
         say(f"{label}: planning and loading")
         plan = make_plan(checkpoint, fleet, workload)
         model = load(plan, trust_remote_code=checkpoint.trust_remote_code)
         say(f"{label}: reading the text")
-        perplexity = _perplexity(model, prefix, ids, windows, kind)
+        perplexity = _perplexity(model, prefix, ids, windows)
         del model
         gc.collect()
         name = plan.workload.dtype if form == "none" else form
         weight_bytes = sum(device.weight_bytes for device in plan.forecast.devices)
-        scores.append(
-            Score(weights=name, weight_bytes=weight_bytes, perplexity=perplexity, cache=kind)
-        )
+        scores.append(Score(weights=name, weight_bytes=weight_bytes, perplexity=perplexity))
     return Quality(
         model=checkpoint.name,
         file=str(file),
@@ -214,11 +202,7 @@ def _tokenize(
 
 @torch.inference_mode()
 def _perplexity(
-    model: PreTrainedModel,
-    prefix: Sequence[int],
-    ids: Sequence[int],
-    windows: Windows,
-    cache: Cache,
+    model: PreTrainedModel, prefix: Sequence[int], ids: Sequence[int], windows: Windows
 ) -> float:
     """Compute the perplexity of a text.
 
@@ -232,7 +216,7 @@ def _perplexity(
         window = torch.tensor([[*prefix, *ids[start:stop]]], device=device)  # [1, tokens]
         num_scored = stop - scored if scored or prefix else stop - 1
         try:
-            logits = _last_logits(model, window, num_scored + 1, cache)
+            logits = _last_logits(model, window, num_scored + 1)
         except torch.OutOfMemoryError as error:
             raise MachineError(
                 f"not enough memory for the logits of {num_scored} tokens: {error}",
@@ -245,16 +229,12 @@ def _perplexity(
     return math.exp(total / count)
 
 
-def _last_logits(model: PreTrainedModel, window: Tensor, count: int, kind: Cache) -> Tensor:
+def _last_logits(model: PreTrainedModel, window: Tensor, count: int) -> Tensor:
     """Compute the logits [count, vocabulary] of the last tokens of a window.
 
-    A model that accepts `logits_to_keep` computes no other logits, unless a KV cache is measured.
+    A model that accepts `logits_to_keep` computes no other logits.
     """
     accepted = inspect.signature(model.forward).parameters
-    if kind == "dynamic":
-        limit = {"logits_to_keep": count} if "logits_to_keep" in accepted else {}
-        logits: Tensor = model(input_ids=window, use_cache=False, **limit).logits[0, -count:]
-        return logits
-    cache = {cache_name(model): new_cache(model, kind), "use_cache": True}
-    steps = window.split(_STEP_TOKENS, dim=1)
-    return torch.cat([model(input_ids=step, **cache).logits[0] for step in steps])[-count:]
+    limit = {"logits_to_keep": count} if "logits_to_keep" in accepted else {}
+    logits: Tensor = model(input_ids=window, use_cache=False, **limit).logits[0, -count:]
+    return logits

@@ -16,7 +16,6 @@ from .model import ModelFacts
 _GPU_CHECKS = (
     ("GPUs", "CUDA", gpus.check_visible),
     ("GPUs", "memory", gpus.check_memory),
-    ("GPUs", "health", gpus.check_state),
 )
 _HOST_CHECKS = (
     ("host", "memory", host.check_host_memory),
@@ -89,5 +88,5 @@ def examine(
         findings.append(Finding("error", str(error), advice=error.hint or ""))
     except Exception as error:  # a driver, a file or a library may raise anything
         text = f"the check failed: {type(error).__name__}: {error}"
-        findings.append(Finding("error", text, advice="please report it, with --bundle FILE"))
+        findings.append(Finding("error", text, advice="please report it"))
     return Examined(group=group, name=name, findings=tuple(findings))

@@ -1,4 +1,4 @@
-"""GPU checks: driver, visibility, memory and health, as reported by NVML and CUDA."""
+"""GPU checks: driver, visibility and memory, as reported by NVML and CUDA."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from duoka.base.units import GIB, format_bytes, format_count
 from duoka.hardware import cuda_driver, nvml
 from duoka.hardware.fleet import Fleet
 
-from .facts import Facts, Finding, Severity, by_gpu, join_names, or_ok
+from .facts import Facts, Finding, Severity, join_names
 
 _NVIDIA, _DISPLAYS = "0x10de", "0x03"
 _LARGE_SHARE = 0.1
@@ -113,31 +113,3 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
             yield Finding("warning", text, meaning, advice)
     if free := sum(gpu.free_bytes or 0 for gpu in facts.cards):
         yield Finding("ok", f"{format_bytes(free)} are free in total")
-
-
-def check_state(facts: Facts) -> Iterator[Finding]:
-    """Check every GPU's health: memory errors and throttled clocks."""
-    return or_ok(by_gpu(facts.cards, _check_health), "no GPU reports memory errors or throttling")
-
-
-def _check_health(gpu: nvml.NvmlGpu) -> Iterator[Finding]:
-    """Report memory errors, memory repairs and throttling of a GPU."""
-    if gpu.uncorrected_errors:
-        text = f"{format_count(gpu.uncorrected_errors, 'memory error')} that were not corrected"
-        meaning = (
-            "since the driver was loaded; programs on it at that time failed or have wrong results"
-        )
-        yield Finding("error", text, meaning, "restart; if the errors return, the GPU is defective")
-    if gpu.is_worn:
-        text = "no spare memory rows are left"
-        yield Finding("error", text, "the next failing row can't be remapped", "replace the GPU")
-    if gpu.awaits_reset:
-        text = "memory rows are pending remapping"
-        meaning = "remapping happens at the next reset; until then errors may return"
-        advice = "end all programs on it and run nvidia-smi --gpu-reset -i INDEX, or restart"
-        yield Finding("warning", text, meaning, advice)
-    if gpu.slowdowns:
-        text = f"throttled by {' and '.join(gpu.slowdowns)}"
-        meaning = "it is slower than forecast, and a pipeline waits for its slowest stage"
-        advice = "check fans, airflow, power supply and cables"
-        yield Finding("warning", text, meaning, advice)
