@@ -13,7 +13,6 @@ import torch
 import tuning
 from adapters import sizes_of, write_adapter
 from counting import Counts
-from engine.conftest import TINY
 from tiers import only
 
 import duoka
@@ -25,6 +24,8 @@ from duoka.errors import CheckpointError, LoadError, ModelError, UsageError
 from duoka.forecast.serving import Capacity
 from duoka.runtime import devices
 from duoka.runtime.call.chunk import Chunk
+
+from .conftest import TINY
 
 WORK = duoka.Workload(
     cache="paged", batch=6, prompt_tokens=64, new_tokens=16, dtype="float32",

@@ -12,7 +12,7 @@ from duoka.errors import UsageError
 from duoka.report.export import TOOLS
 from duoka.report.export.stages import to_layer_pipeline
 
-LAYERED = [tool for tool in TOOLS if tool not in ("accelerate", "torch-pipelining")]
+LAYERED = [tool for tool in TOOLS if tool not in ("accelerate", "swift", "torch-pipelining")]
 
 
 def test_a_plan_is_read_as_stages() -> None:
