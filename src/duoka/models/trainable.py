@@ -182,8 +182,7 @@ def known_targets(
         raise UsageError(
             f"text input reaches no module called {' or '.join(targets)}: {', '.join(frozen[:4])} "
             "remains frozen",
-            hint=f"LoRA targets are name suffixes: {', '.join(ends)}; with images --train-vision "
-            "adapts what images reach",
+            hint=f"LoRA targets are name suffixes: {', '.join(ends)}",
         )
     return list(targets)
 

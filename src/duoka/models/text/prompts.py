@@ -357,8 +357,7 @@ class TemplateFormat(ChatFormat):
                 "this model has no chat template, so it can't be trained on chats",
                 hint="train it on texts, or on prompts and completions; or use its chat model",
             )
-        answer = encode_answer(self.tokenizer, messages, tools, self.stop_ids, images=self.images)
-        return TrainingSample(*answer)
+        return TrainingSample(*encode_answer(self.tokenizer, messages, tools, self.stop_ids))
 
 
 def has_template(chat: ChatFormat) -> bool:
