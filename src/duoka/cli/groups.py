@@ -26,9 +26,13 @@ class OptionGroup:
     """Base class of option groups."""
 
     def given_options(self, *names: str) -> list[str]:
-        """Return the options of the named fields that were given, such as "--gpus"."""
-        by_name = {item.name: item for item in fields(self)}
-        return [_option_names(by_name[name])[0] for name in names if is_given(getattr(self, name))]
+        """Return the options and arguments of the named fields that were given, as "--gpus"."""
+        items = [item for item in fields(self) if item.name in names]
+        return [
+            item.metadata.get("metavar") or _option_names(item)[0]
+            for item in items
+            if is_given(getattr(self, item.name))
+        ]
 
     def refuse(self, *names: str, beside: str, hint: str) -> None:
         """Raise UsageError if an option of the named fields is given.
@@ -81,7 +85,7 @@ def flag(text: str, *, panel: str | None = None, names: tuple[str, ...] = ()) ->
 def argument(metavar: str, text: str) -> Any:
     """Declare an optional positional argument as a field of a group; the default is None."""
     declare = partial(typer.Argument, metavar=metavar, help=text, show_default=False)
-    return field(default=None, metadata={"declare": declare})
+    return field(default=None, metadata={"declare": declare, "metavar": metavar})
 
 
 def all_but(group: Any, *names: str) -> tuple[str, ...]:

@@ -217,7 +217,7 @@ def tune(model: ModelOptions, options: TuneOptions) -> None:
     [bold]duoka tune[/] --save run --resume
     """
     if options.export is not None:
-        _export(options, options.export)
+        _export(options, model, options.export)
         return
     if options.save is None and not options.dry_run:
         raise UsageError("no directory for the run was given", hint="--save DIR")
@@ -340,13 +340,11 @@ def _resume(options: TuneOptions) -> TuneResult:
         return resume(directory)
 
 
-def _export(options: TuneOptions, path: Path) -> None:
+def _export(options: TuneOptions, model: ModelOptions, path: Path) -> None:
     """Write the result of a checkpoint of a run, and print its directory."""
-    options.refuse(
-        *all_but(TuneOptions, "export", "merge"),
-        beside="--export, which uses the settings of the run",
-        hint="omit it",
-    )
+    beside = "--export, which uses the model and the settings of the run"
+    options.refuse(*all_but(TuneOptions, "export", "merge"), beside=beside, hint="omit it")
+    model.refuse(*all_but(ModelOptions), beside=beside, hint="omit it")
     with heard_by(note):
         from duoka.tuner.tune import export_result
 

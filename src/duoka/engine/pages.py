@@ -130,7 +130,7 @@ class PagePool:
             yield page
 
     def _allocate_page(self) -> int:
-        """Allocate one page: an empty one, or else the least recently used shareable one."""
+        """Allocate a page: an empty page or else the least recently used shareable page."""
         if self._empty:
             page = self._empty.popleft()
         else:
