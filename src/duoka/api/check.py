@@ -36,6 +36,7 @@ from duoka.planner.resolve import learning, native_training, whole_prompt_note, 
 from duoka.report.check_report import CheckReport, Stop
 from duoka.runtime.dispatch.place_tensors import empty_modules, tensor_names
 from duoka.runtime.image_inputs import ImagePrompts
+from duoka.runtime.prepare_training import find_unreached
 from duoka.virtual import UnknownValueError
 
 from .plan import find_or_trace, plan
@@ -216,9 +217,11 @@ def _with_offloaded(subject: Subject, placement: Where | None) -> Subject:
 
 def _prepare_to_train(subject: Subject, training: Training | None) -> Subject:
     """Return the subject prepared for its training method."""
-    if training is None or training == Training(method="full"):
+    has_images = bool(subject.workload.images)
+    if training is None or (training == Training(method="full") and not has_images):
         return subject
-    make_trainable(subject.model, training, getattr(torch, subject.workload.dtype))
+    frozen = find_unreached(subject.model) if has_images and not training.train_vision else ()
+    make_trainable(subject.model, training, getattr(torch, subject.workload.dtype), frozen)
     # Adapters rename tensors, so that entries of single tensors must be completed again.
     return replace(subject, entries=complete_map(subject.model, subject.entries)[0])
 

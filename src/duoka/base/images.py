@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import io
+import re
 import warnings
 from pathlib import Path
 
@@ -16,6 +19,7 @@ MOST_BYTES = 2**26
 LONGEST_PIXELS = 16384
 MOST_PIXELS = 2**26
 _MOST_RATIO = 200
+_DATA_URL = re.compile(r"data:image/[a-z0-9.+-]{1,40};base64,", re.ASCII | re.IGNORECASE)
 # A subset of Pillow's formats: Pillow runs external programs to read some others.
 _FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 # Formats that servers accept. Without JPEG 2000, whose decoder blocks all threads for seconds.
@@ -26,12 +30,27 @@ _HINT = "give a PNG, JPEG, WebP, GIF, BMP or TIFF file"
 
 def read_image(path: Path) -> Image.Image:
     """Read an image file; see `decode_image`."""
+    return decode_image(read_content(path), str(path))
+
+
+def read_content(path: Path) -> bytes:
+    """Read the bytes of an image file."""
     try:
-        content = read_bytes(path.expanduser(), most_bytes=MOST_BYTES)
+        return read_bytes(path.expanduser(), most_bytes=MOST_BYTES)
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error) if isinstance(error, RuntimeError) else why(error)
         raise _unreadable(str(path), reason) from error
-    return decode_image(content, str(path))
+
+
+def decode_data_url(url: str) -> bytes | None:
+    """Return the bytes of an image in a data: URL; None for another text."""
+    match = _DATA_URL.match(url)
+    if match is None:
+        return None
+    try:
+        return base64.b64decode(url[match.end() :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise UsageError(f"an image is not base64: {error}") from error
 
 
 def decode_image(content: bytes, source: str, formats: tuple[str, ...] = _FORMATS) -> Image.Image:

@@ -39,7 +39,7 @@ _THEME = "ansi_dark"
 _fix = partial(flag, panel="Fixing")
 # Fields of the option groups that `duoka check` has.
 _PLAN = ("gpus", "plan_file", "device_map", "context", "new_tokens", "batch", "dtype", "quantize")
-_RUN = "train", "lora_rank", "lora_target", "gradient_checkpointing"
+_RUN = "train", "lora_rank", "lora_target", "train_vision", "gradient_checkpointing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,6 +76,10 @@ class TrainingOptions(OptionGroup):
         "Modules that get adapters, by name suffix (q_proj; for ChatGLM checkpoints also "
         "query_key_value). Repeatable; by default every linear layer except the head.",
     )
+    train_vision: bool = _train_flag(
+        "With --images: also train modules that only images reach, such as the vision tower; by "
+        "default they are frozen."
+    )
     gradient_checkpointing: bool = _train_flag(
         "Gradient checkpointing: recompute activations in the backward pass instead of storing "
         "them.",

@@ -77,7 +77,8 @@ class TuneOptions(OptionGroup):
     )
     columns: str | None = _data(
         "NAMES",
-        "Columns: prompt=q,response=a (also query, system, history, tools, messages, text).",
+        "Columns: prompt=q,response=a (also query, messages, text, system, history, tools, "
+        "images).",
     )
     max_samples: int | None = _data("N", "Maximum number of training samples.", min=1)
     train_on: str | None = _data(
@@ -138,6 +139,10 @@ class TuneOptions(OptionGroup):
     lora_dropout: float | None = _how("SHARE", "LoRA dropout. By default 0.")
     lora_target: list[str] | None = _how(
         "NAME", "Modules that get adapters, by name suffix. Repeatable."
+    )
+    train_vision: bool = _how_flag(
+        "Also train modules that only images reach, such as the vision tower; by default they are "
+        "frozen."
     )
     adapter: Path | None = _how(
         "DIR",

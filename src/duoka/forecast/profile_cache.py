@@ -22,7 +22,7 @@ from duoka.hardware.gpu_generation import GpuGeneration
 from .profile import Profile
 from .workload import Workload
 
-_VERSION = 31
+_VERSION = 32
 _NO_GENERATION = GpuGeneration(0, expandable_segments=False)
 _MOST_BYTES = 2**30
 _PACKAGES = ("torch", "transformers", "duoka")

@@ -80,6 +80,8 @@ class Training:
         Micro-batches whose gradients are accumulated before the optimizer's step.
     schedule : {"sequential", "gpipe", "1f1b"}
         Micro-batches in flight at a stage: one, all, or one for each stage from this to the last.
+    train_vision : bool
+        Also train modules that only images reach, such as a vision tower; else they are frozen.
     rows : {"padded", "unpadded", "packed"}
         "padded": a mask covers the padding. "unpadded": no mask, which a causal model doesn't need.
         "packed": several samples per row, separated by a mask.
@@ -101,6 +103,7 @@ class Training:
     master_weights: bool = False
     micro_batches: int = 1
     schedule: Schedule = "sequential"
+    train_vision: bool = field(default=False, metadata=OMIT_DEFAULT)
     rows: Rows = "padded"
 
     def __post_init__(self) -> None:
@@ -329,6 +332,9 @@ class Workload:
                     f"{name} is {got!r}, which is not supported in training",
                     hint=f"omit {name}, or plan for generation",
                 )
+        if self.training is not None and self.training.train_vision and not self.images:
+            hint = "omit it (--train-vision), or train with images (--images N)"
+            raise UsageError("train_vision is for images, and the sequences have none", hint=hint)
         if self.quantize == "int4":
             raise UsageError(
                 "quantize is 'int4', whose kernels have no backward",

@@ -15,6 +15,7 @@ from duoka.errors import ModelError
 from duoka.forecast.workload import Workload
 
 from . import quantization
+from .text.prompts import ChatFormat, chat_format
 from .text.tokenizer import load_tokenizer
 
 IMAGES_CONFIG = "_duoka_images_config"
@@ -59,6 +60,15 @@ def tokenizer_of(
     return load_tokenizer(
         checkpoint.path, checkpoint.config, native=native, tokenizer_class=tokenizer_class
     )
+
+
+def chat_format_of(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
+    """Return the chat format of a checkpoint's model, with its image processor if it takes images.
+
+    A checkpoint with model code of its own processes images in its own way.
+    """
+    directory = None if checkpoint.builds_own_model else checkpoint.path
+    return chat_format(tokenizer, checkpoint.config, checkpoint.generation_config, directory)
 
 
 def _code_of(checkpoint: Checkpoint) -> models.RemoteCode:

@@ -182,7 +182,8 @@ def known_targets(
         raise UsageError(
             f"text input reaches no module called {' or '.join(targets)}: {', '.join(frozen[:4])} "
             "remains frozen",
-            hint=f"LoRA targets are name suffixes: {', '.join(ends)}",
+            hint=f"LoRA targets are name suffixes: {', '.join(ends)}; with images --train-vision "
+            "adapts what images reach",
         )
     return list(targets)
 

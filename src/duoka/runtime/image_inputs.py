@@ -26,6 +26,7 @@ from duoka.models.from_checkpoint import IMAGES_CONFIG
 from duoka.models.text.image_prompts import image_settings
 from duoka.planner.placement import Placement
 
+from .dispatch.dispatch import without_data
 from .dispatch.place_tensors import TensorSnapshot, place
 
 Size = tuple[int, int]
@@ -56,7 +57,9 @@ def prompts_for(model: Any, conditions: Conditions) -> ImagePrompts | None:
     if conditions.image_size is None:
         return None
     height, width = conditions.image_size
-    return ImagePrompts(model, [(width, height)] * conditions.images)
+    # A copy, because the model may be on its devices already.
+    copied: Any = without_data(model)
+    return ImagePrompts(copied, [(width, height)] * conditions.images)
 
 
 class ImagePrompts:
@@ -319,7 +322,7 @@ def _features(owner: Any, pictures: Mapping[str, Tensor]) -> list[Tensor]:
     return [features] if isinstance(features, Tensor) else list(features)
 
 
-def _image_id(config: Any) -> int | None:
+def image_token_id(config: Any) -> int | None:
     """Return the id of the image token; None if the configuration has none."""
     stated = _first_stated((config,), _IMAGE_TOKENS)
     words = getattr(config, "vocabulary_map", None) or {}
@@ -337,7 +340,8 @@ def _prompt_ids(config: Any, counts: Sequence[int], prompt_tokens: int) -> tuple
     begin, end = (_first_stated((config,), names) for names in (_BEGIN, _END))
     # `text` becomes an id that isn't a special token of the configuration.
     special = [value for name, value in vars(config).items() if "token" in name]
-    text, image = next(n for n in range(_TEXT_ID, 1000) if n not in special), _image_id(config)
+    text = next(number for number in range(_TEXT_ID, 1000) if number not in special)
+    image = image_token_id(config)
     if begin == image:  # then begin and end are counted among the image tokens
         begin = end = None
     images: list[tuple[int, bool]] = []

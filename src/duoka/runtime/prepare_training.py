@@ -1,8 +1,8 @@
 """Prepares a model for training: freezes parameters that get no gradient, and adds adapters.
 
-An image tower is frozen if the sequences have no images, for example. The parameters that get
-gradients are found in autograd's graph of a short forward pass, on a virtual GPU without data,
-before any weight is read.
+A vision tower is frozen if the sequences have no images, for example, and by default even if they
+have. The parameters that get gradients are found in autograd's graph of a short forward pass, on a
+virtual GPU without data, before any weight is read.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def prepare_for_training(
     """
     assert workload.training is not None, "the workload is to train"
     prompts = prompts_for(model, workload.conditions)
-    dtype, frozen = getattr(torch, workload.dtype), find_unreached(model, prompts)
+    dtype = getattr(torch, workload.dtype)
+    frozen = find_unreached(model, prompts if workload.training.train_vision else None)
     make_trainable(model, workload.training, dtype, frozen, has_adapters=has_adapters)
     return prompts
 

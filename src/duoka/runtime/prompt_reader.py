@@ -12,10 +12,10 @@ from duoka.base.units import format_count
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import UsageError
 from duoka.forecast.workload import Workload
-from duoka.models.from_checkpoint import tokenizer_of
+from duoka.models.from_checkpoint import chat_format_of, tokenizer_of
 from duoka.models.text.image_prompts import ImagePrompt
 from duoka.models.text.messages import ChatMessage
-from duoka.models.text.prompts import ChatFormat, chat_format
+from duoka.models.text.prompts import ChatFormat
 from duoka.models.text.tokenizer import encode
 
 
@@ -50,10 +50,7 @@ class PromptReader:
     def open(cls, checkpoint: Checkpoint, workload: Workload) -> PromptReader:
         """Make the reader of a checkpoint whose tokenizer is on this machine."""
         tokenizer = tokenizer_of(checkpoint)
-        # A checkpoint with model code of its own processes images in its own way.
-        directory = None if checkpoint.builds_own_model else checkpoint.path
-        chat = chat_format(tokenizer, checkpoint.config, checkpoint.generation_config, directory)
-        return cls(tokenizer, chat, workload)
+        return cls(tokenizer, chat_format_of(checkpoint, tokenizer), workload)
 
     def prompt(
         self, question: str, *, system: str | None = None, images: Sequence[Image] = ()

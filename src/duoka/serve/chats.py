@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from PIL.Image import Image
 
-from duoka.base.images import WEB_FORMATS, decode_image
+from duoka.base.images import WEB_FORMATS, decode_data_url, decode_image
 from duoka.base.units import format_count
 from duoka.errors import UsageError
 from duoka.models.text.answer_reader import Tags
 from duoka.models.text.messages import ChatMessage, read_tool_call
 
 from .messages import Turn
-
-_DATA_URL = re.compile(r"data:image/[a-z0-9.+-]{1,40};base64,", re.ASCII | re.IGNORECASE)
 
 
 @dataclass
@@ -89,15 +84,11 @@ class ChatMessages:
                 hint="send fewer images, or plan with a larger --images",
             )
         self._num_images += 1
-        match = _DATA_URL.match(url)
-        if match is None:
+        content = decode_data_url(url)
+        if content is None:
             raise UsageError(
                 f"an image is at {url[:60]!r}; only images in the request are accepted",
                 hint="send it as data:image/png;base64,…, or start duoka serve with "
                 "--allow-image-urls to download http and https URLs",
             )
-        try:
-            content = base64.b64decode(url[match.end() :], validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise UsageError(f"an image is not base64: {error}") from error
         return decode_image(content, f"image {self._num_images}", WEB_FORMATS)

@@ -14,7 +14,7 @@ from the inputs alone belong to no stage: every process computes them for itself
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import mul
@@ -97,6 +97,24 @@ class Route:
     def num_stages(self) -> int:
         """The number of stages."""
         return len(self.devices)
+
+    def over(self, devices: Sequence[str]) -> Route:
+        """Return the route with a stage for each of `devices`; those that it skips have no calls.
+
+        A batch without images may skip a stage that has only a part of the vision tower.
+        """
+        stages = iter(range(len(devices)))
+        try:
+            at = [next(s for s in stages if devices[s] == device) for device in self.devices]
+        except StopIteration:
+            raise unstageable("its batches pass through the GPUs in different orders") from None
+        return Route(
+            calls=tuple(replace(call, stage=at[call.stage]) for call in self.calls),
+            devices=tuple(devices),
+            transfers=tuple(
+                replace(t, source=at[t.source], target=at[t.target]) for t in self.transfers
+            ),
+        )
 
     def course(self) -> tuple[Any, ...]:
         """Return everything but the sizes, to compare routes: calls, devices, transfers, dtypes."""

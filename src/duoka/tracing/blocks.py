@@ -97,9 +97,9 @@ def find_groups(
         blocks[order.get(owner, 0)].append(owner)
     returns = _find_returns(experiment, blocks)
     blocks = _merge_buffers(model, blocks, returns)
-    blocks_in = _find_blocks_in(blocks)
+    blocks_in = find_blocks_in(blocks)
     groups = [
-        ModuleGroup(names=_name_modules(model, number, block, blocks_in), owners=tuple(block))
+        ModuleGroup(names=name_modules(model, number, block, blocks_in), owners=tuple(block))
         for number, block in enumerate(blocks)
     ]
     groups = [replace(group, streams=experiment.streams(group)) for group in groups]
@@ -428,7 +428,7 @@ def _merge_buffers(
     return merged
 
 
-def _find_blocks_in(blocks: list[list[str]]) -> dict[str, set[int]]:
+def find_blocks_in(blocks: list[list[str]]) -> dict[str, set[int]]:
     """Return for each module the numbers of the blocks with owners inside the module."""
     blocks_in: dict[str, set[int]] = {}
     for number, block in enumerate(blocks):
@@ -438,7 +438,7 @@ def _find_blocks_in(blocks: list[list[str]]) -> dict[str, set[int]]:
     return blocks_in
 
 
-def _name_modules(
+def name_modules(
     model: nn.Module, number: int, block: list[str], blocks_in: dict[str, set[int]]
 ) -> tuple[str, ...]:
     """Return the fewest modules (or parameters) that cover a block's owners and no others."""

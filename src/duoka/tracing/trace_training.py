@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -25,7 +26,7 @@ from duoka.runtime.call.learner import Learner
 from duoka.runtime.prepare_training import prepare_for_training
 
 from .assemble import RegimeTraces, TraceSpec, weights_and_ties
-from .blocks import ModuleGroup, find_groups
+from .blocks import ModuleGroup, find_blocks_in, find_groups, name_modules
 from .fit import RecordedStep, Unlike
 from .tracer import LOOKED_AT_TOKENS, PROBED_TOKENS, Irregular, Tracer, running
 
@@ -86,6 +87,8 @@ class TrainingTracer(Tracer):
         learner = self._learner(1, max(LOOKED_AT_TOKENS, self.least_tokens))
         with whole_logits(self.model):
             groups = self.find_blocks(learner.look)
+            if self.training.rows == "unpadded":  # those of `duoka tune`
+                groups = _join_moved(self.model, groups)
             joined = find_groups(self.model, learner.forward, hears_moves=True, fuses_glue=False)
         _, ties = weights_and_ties(self.model, groups)
         if len(joined) == 1 and len(groups) - 1 not in ties:
@@ -230,6 +233,25 @@ def _join_recomputed(model: nn.Module, groups: Sequence[ModuleGroup]) -> list[Mo
         owners = tuple(owner for group in members for owner in group.owners)
         joined.append(ModuleGroup(names=(layer,), owners=owners))
     return joined
+
+
+# Model code inserts image features into the text embeddings, and moves them for it. Pipeline stages
+# send only what enters a block, so one stage computes both: with an embedding in front of the tower
+# all of the tower, with one behind the tower the end of the tower.
+def _join_moved(model: nn.Module, groups: Sequence[ModuleGroup]) -> list[ModuleGroup]:
+    """Join the blocks between which model code moves tensors, and that of the text embeddings."""
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    embeddings = {name for name, module in model.named_modules() if module is embedding}
+    moves = [(at, group.returns_to) for at, group in enumerate(groups)]
+    joined = [at for move in moves if move[1] is not None for at in move if at is not None]
+    if not joined:
+        return [*groups]
+    joined += [at for at, group in enumerate(groups) if embeddings.intersection(group.owners)]
+    start, stop = min(joined), max(joined) + 1
+    whole = [owner for group in groups[start:stop] for owner in group.owners]
+    blocks = [whole, *([*group.owners] for group in (*groups[:start], *groups[stop:]))]
+    names = name_modules(model, 0, whole, find_blocks_in(blocks))
+    return [*groups[:start], ModuleGroup(names=names, owners=tuple(whole)), *groups[stop:]]
 
 
 def _share_inside(group: ModuleGroup, name: str) -> float:

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from duoka.base.text import longest_prefix
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.forecast.workload import Training
 from duoka.hardware.fleet import Fleet
 from duoka.models import initialize_adapters
-from duoka.models.from_checkpoint import build_model
+from duoka.models.from_checkpoint import build_model, chat_format_of, tokenizer_of
 from duoka.models.lora import LoraAdapter, fill_adapter
+from duoka.models.text.chatglm_tokenizer import ChatGLMTokenizer
+from duoka.models.text.image_prompts import TOKEN_TYPES, ImageFormat
 from duoka.planner.plan import Plan
 from duoka.runtime import devices
 from duoka.runtime import load as loader
 from duoka.runtime.call.learner import autocast_for
 from duoka.runtime.dispatch.arguments import to_device
 from duoka.runtime.dispatch.dispatch import without_data
-from duoka.runtime.prepare_training import prepare_for_training
+from duoka.runtime.image_inputs import image_token_id
+from duoka.runtime.prepare_training import find_unreached, prepare_for_training
 from duoka.stages.interceptor import BlockInterceptor
+from duoka.stages.placeholder import Placeholder
 from duoka.stages.route import Route, find_route
 
+from .data import TrainingMicroBatch, open_image
 from .dropout import seed_by_module
 
 Batch = Mapping[str, Tensor]
+_NO_TOKEN = -1
 
 
 class ModelPart:
@@ -61,8 +69,11 @@ class ModelPart:
         self.device = torch.device(device)
         devices.make_current(device)
         self.model: Any = self._load(checkpoint, seed, adapter)
+        self._accepted = frozenset(inspect.signature(self.model.forward).parameters)
+        self._images = _image_format(checkpoint) if plan.workload.images else None
         # `route` runs this copy without data.
         self._blueprint = without_data(self.model)
+        self._pixel_device = self._find_pixel_device()
         seed_by_module(self.model)
         self.interceptor = BlockInterceptor(self.model, plan.placement)
         self._routes: dict[Any, Route] = {}
@@ -93,6 +104,35 @@ class ModelPart:
         """Names of the trained parameters of all processes, in model order."""
         return [name for name, p in self.model.named_parameters() if p.requires_grad]
 
+    def inputs(self, micro_batch: TrainingMicroBatch) -> Batch:
+        """Return the arguments of `forward` for a micro-batch, with its images, on the CPU."""
+        inputs = micro_batch.tensors()
+        if self._images is None:
+            return inputs
+        is_image = inputs["input_ids"].eq(image_token_id(self.model.config) or _NO_TOKEN).long()
+        more = dict.fromkeys(TOKEN_TYPES, is_image)
+        if references := micro_batch.images:
+            pictures = self._images.pictures([open_image(it) for it in references])
+            dtype = getattr(torch, self.plan.workload.dtype)
+            more |= {n: v.to(dtype) if v.is_floating_point() else v for n, v in pictures.items()}
+        return inputs | {name: value for name, value in more.items() if name in self._accepted}
+
+    def _find_pixel_device(self) -> str:
+        """Return the device of the first module that text doesn't reach, which reads the pixels."""
+        tower = [] if self._images is None else find_unreached(self._blueprint)
+        entries = self.plan.placement.entries
+        return next((device for name, device in entries if longest_prefix(name, tower)), "")
+
+    def send(self, batch: Batch, device: torch.device) -> Batch:
+        """Copy a batch to this process's device; pixels only if the vision tower begins there."""
+        is_needed = self._pixel_device == str(device)
+        return {
+            name: devices.send(value, device)
+            if is_needed or not value.is_floating_point()
+            else Placeholder.of(value.to("meta"), device)
+            for name, value in batch.items()
+        }
+
     def loss(self, batch: Batch, device: torch.device) -> Tensor:
         """Call the model on a batch and return its loss; only this process's stages compute."""
         loss: Tensor = self._call(self.model, batch, device).loss
@@ -102,8 +142,10 @@ class ModelPart:
         """Return the route of batches of this form: the tensors sent between stages; cached."""
         form = tuple((name, tuple(value.shape)) for name, value in sorted(batch.items()))
         if form not in self._routes:
-            # Without labels, because only the last stage computes the loss.
-            inputs = {name: value for name, value in batch.items() if name != "labels"}
+            # Without labels, because only the last stage computes the loss; but some models that
+            # take images pass labels on to the decoder.
+            omitted = "labels" if self._images is None else ""
+            inputs = {name: value for name, value in batch.items() if name != omitted}
             # With gradients even in an evaluation: the route is cached for training, too.
             with torch.enable_grad():
                 self._routes[form] = find_route(
@@ -117,3 +159,8 @@ class ModelPart:
         """Call a model on a batch, moved to a device, under the workload's autocast."""
         with autocast_for(self.plan.workload, device):
             return model(**to_device(dict(batch), device), use_cache=False)
+
+
+def _image_format(checkpoint: Checkpoint) -> ImageFormat | None:
+    """Return the image format of a checkpoint's model."""
+    return chat_format_of(checkpoint, tokenizer_of(checkpoint, ChatGLMTokenizer)).images

@@ -10,34 +10,38 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from PIL.Image import new as new_image
 from transformers import PreTrainedTokenizerBase
 
 from duoka.api.plan import plan as make_plan
 from duoka.api.plan import plan_replicas
 from duoka.base.progress import say
+from duoka.base.units import format_count
 from duoka.checker.prove import prove
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import InfeasibleError, UsageError
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.hardware.host import refuse_more
-from duoka.models.from_checkpoint import build_model, tokenizer_of
+from duoka.models.from_checkpoint import build_model, chat_format_of, tokenizer_of
 from duoka.models.lora import LoraAdapter, fill_adapter, native_form, refuse_other_model
 from duoka.models.text.chatglm_tokenizer import ChatGLMTokenizer
-from duoka.models.text.prompts import chat_format
+from duoka.models.text.prompts import ChatFormat
 from duoka.planner.constraints import Constraints
 from duoka.planner.plan import Plan
 from duoka.planner.search import Objective
+from duoka.runtime.image_inputs import prompts_for
 from duoka.runtime.load.adapter import read_adapter
 from duoka.runtime.prepare_training import prepare_for_training
 
-from .data import Dataset, read_dataset, refuse_packing
+from .data import Dataset, image_size, read_dataset, refuse_packing
 from .result import write_adapter
 from .run import RunDirectory
 from .settings import TuneSettings
 from .suggestions import with_suggestions
 from .trackers import refuse_missing
 
+_FLOAT32 = Workload(dtype="float32")  # for models without data
 _LENGTH_MULTIPLE = 8  # sequence lengths are rounded up to a multiple, for tensor cores
 NumReplicas = int | Literal["auto"]
 
@@ -108,17 +112,20 @@ def prepare(
     if plan is not None:
         plan = _check_plan(plan, checkpoint, settings)
     workload = settings.workload(checkpoint) if plan is None else plan.workload
+    checkpoint.fetch_tokenizer()
+    chat = chat_format_of(checkpoint, tokenizer_of(checkpoint, ChatGLMTokenizer))
+    datasets = _read_datasets(chat, data, settings, workload)
+    settings = _with_images(settings, datasets, chat)
+    workload = settings.workload(checkpoint) if plan is None else workload
+    _refuse_unfit_images(settings, workload)
     if native_adapter is not None:
         _refuse_unfit_adapter(native_adapter, checkpoint, workload)
-    datasets = _read_datasets(checkpoint, data, settings, workload)
     if plan is None and settings.seq_length is None and not settings.packing:
-        # The longest sample decides the sequence length.
-        num_tokens = max(int(dataset.lengths.max()) for dataset in datasets)
-        length = min(-(-num_tokens // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE, datasets[0].seq_length)
+        length = _sequence_length(datasets, checkpoint, workload)
         settings = replace(settings, seq_length=length)
         datasets = [replace(dataset, seq_length=length) for dataset in datasets]
     if settings.packing:
-        refuse_packing(build_model(checkpoint, Workload(dtype="float32")).config)
+        refuse_packing(build_model(checkpoint, _FLOAT32).config)
     longest = int(datasets[0].lengths.argmax())
     tokens = f"{datasets[0].lengths[longest]:,} tokens ({datasets[0].place(longest)})"
     because = f"; the longest sample has {tokens}"
@@ -135,24 +142,22 @@ def prepare(
 
 
 def _read_datasets(
-    checkpoint: Checkpoint, data: Sequence[str], settings: TuneSettings, workload: Workload
+    chat: ChatFormat, data: Sequence[str], settings: TuneSettings, workload: Workload
 ) -> list[Dataset]:
     """Read the samples for training and, if there are any, those for evaluation."""
     share = settings.eval_share
     sources = (data, settings.eval_data if share is None else ())
-    datasets = [_read_samples(checkpoint, paths, settings, workload) for paths in sources if paths]
+    datasets = [_read_samples(chat, paths, settings, workload) for paths in sources if paths]
     return datasets if share is None else [*datasets[0].split(share, settings.seed)]
 
 
 def _read_samples(
-    checkpoint: Checkpoint, paths: Sequence[str], settings: TuneSettings, workload: Workload
+    chat: ChatFormat, paths: Sequence[str], settings: TuneSettings, workload: Workload
 ) -> Dataset:
     """Read training data as samples in the chat format of the checkpoint's model."""
-    checkpoint.fetch_tokenizer()
-    tokenizer = tokenizer_of(checkpoint, ChatGLMTokenizer)
     return read_dataset(
         paths,
-        chat_format(tokenizer, checkpoint.config, checkpoint.generation_config),
+        chat,
         settings,
         # A packed row ends with one token of padding: see `TrainingMicroBatch.length`.
         seq_length=workload.prompt_tokens - settings.packing,
@@ -160,9 +165,67 @@ def _read_samples(
     )
 
 
+def _with_images(
+    settings: TuneSettings, datasets: Sequence[Dataset], chat: ChatFormat
+) -> TuneSettings:
+    """Return the settings with the number and the size of images that each sequence may have.
+
+    The size is that of the largest image, and the number such that these have as many pixels as all
+    images of any sample: models with one size for all images get the largest number of a sample.
+    """
+    samples = [[*map(image_size, it)] for data in datasets for it in data.images if it]
+    if not samples:
+        if settings.train_vision:
+            raise UsageError(
+                "the data has no images to train the vision tower on", hint="omit --train-vision"
+            )
+        return settings
+    if settings.packing:
+        raise UsageError("samples with images can't be packed", hint="train without --packing")
+    reader = chat.images
+    assert reader is not None, "the images have been read for it"
+    sizes = {size for sample in samples for size in sample}
+    pixels = {size: reader.pixel_count(new_image("RGB", size)) for size in sizes}
+    largest = max(sizes, key=lambda size: (pixels[size], size))
+    number = max(-(-sum(pixels[size] for size in sample) // pixels[largest]) for sample in samples)
+    return replace(settings, images=number, image_size=largest[::-1])
+
+
+def _refuse_unfit_images(settings: TuneSettings, planned: Workload) -> None:
+    """Raise UsageError for a given plan without memory for the data's images, or its own stages."""
+    if settings.image_size is None:
+        return
+    height, width = settings.image_size
+    at_least = [
+        (planned.images, settings.images),
+        *zip(planned.image_size, (height, width), strict=True),
+    ]
+    rows = "packed" if planned.training is None else planned.training.rows
+    if rows == "padded" or any(has < needs for has, needs in at_least):
+        options = f"--images {settings.images} --image-size {width}x{height} --rows unpadded"
+        raise UsageError(
+            f"the plan is for {format_count(planned.images, 'image')} per sequence and {rows} rows;"
+            f" the data needs {format_count(settings.images, 'image')} of {width}x{height} and "
+            "unpadded rows",
+            hint=f"omit --plan, or create a plan with {options}",
+        )
+
+
+def _sequence_length(
+    datasets: Sequence[Dataset], checkpoint: Checkpoint, workload: Workload
+) -> int:
+    """Return the length of the longest sample, rounded up, with room for the planned images."""
+    num_tokens = max(int(dataset.lengths.max()) for dataset in datasets)
+    length = min(-(-num_tokens // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE, datasets[0].seq_length)
+    if not workload.images:
+        return length
+    prompts = prompts_for(build_model(checkpoint, _FLOAT32), workload.conditions)
+    return length if prompts is None else max(length, prompts.least_tokens)
+
+
 def _refuse_unfit_adapter(adapter: LoraAdapter, checkpoint: Checkpoint, workload: Workload) -> None:
     """Raise LoadError for an adapter that doesn't match the model or the run's LoRA settings."""
-    model = build_model(checkpoint, Workload(dtype="float32"))
+    model = build_model(checkpoint, _FLOAT32)
     refuse_other_model(model, adapter)
     prepare_for_training(model, replace(workload, dtype="float32"))
     fill_adapter(model, adapter)
@@ -174,9 +237,8 @@ def _check_plan(plan: Plan, checkpoint: Checkpoint, settings: TuneSettings) -> P
     Raises UsageError for a plan of another run.
     """
     training = plan.workload.training
-    if training is None or plan.workload.images:
-        purpose = "generating" if training is None else "images, and duoka tune trains on text"
-        raise UsageError(f"the plan is for {purpose}", hint="create one with --train lora")
+    if training is None:
+        raise UsageError("the plan is for generating", hint="create one with --train lora")
     plan.refuse_other(checkpoint.fingerprint, checkpoint.source)
     workload = settings.workload(checkpoint)
     needed = workload.training
@@ -189,6 +251,7 @@ def _check_plan(plan: Plan, checkpoint: Checkpoint, settings: TuneSettings) -> P
         "optimizer": (training.optimizer, needed.optimizer),
         "schedule": (training.schedule, needed.schedule),
         "lora-rank": (training.lora_rank, needed.lora_rank),
+        "train-vision": (training.train_vision, settings.train_vision),
     }
     for name, (planned, setting) in options.items():
         if planned != setting:

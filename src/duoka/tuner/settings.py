@@ -32,10 +32,12 @@ from .learning_rate import Decay, rate_factor
 TuneMethod = Literal["lora", "qlora", "full"]
 TrainOn = Literal["all", "last"]
 LongChats = Literal["truncate", "refuse"]
-COLUMNS = ("prompt", "query", "response", "messages", "text", "system", "history", "tools")
-"""Roles of columns; the last three are context, which may be named alone."""
+_CONTEXT = ("system", "history", "tools", "images")  # may be named alone
+COLUMNS = ("prompt", "query", "response", "messages", "text", *_CONTEXT)
+"""Roles of columns."""
 TRACKERS = ("tensorboard", "wandb", "swanlab")
 _SEQ_LENGTH = 2048
+_IMAGE_SIZE = 1024, 1024  # the default of workloads, which is without effect for text
 _RATES: dict[TuneMethod, float] = {"lora": 1e-4, "qlora": 1e-4, "full": 1e-5}
 _WARMUP_SHARE = 0.03
 _NUM_INTERVALS = 10  # by default a run has as many checkpoints and evaluations
@@ -43,7 +45,7 @@ _NUM_INTERVALS = 10  # by default a run has as many checkpoints and evaluations
 _MINIMA = {
     **dict.fromkeys(("seq_length", "batch", "micro_batch", "epochs", "steps", "keep"), 1),
     **dict.fromkeys(("lora_rank", "lora_alpha", "early_stopping", "max_samples"), 1),
-    **dict.fromkeys(("warmup", "save_every", "eval_every", "seed"), 0),
+    **dict.fromkeys(("images", "warmup", "save_every", "eval_every", "seed"), 0),
 }
 _OPTIONAL = (
     *("seq_length", "steps", "warmup", "lora_alpha"),
@@ -69,7 +71,7 @@ class TuneSettings:
         Train on all of the assistant's answers in a conversation, or on the last one.
     columns : mapping of str to str
         Names of the data's columns by their roles "prompt", "query" (a text after the prompt, or in
-        place of it), "response", "system", "history", "tools", "messages" and "text".
+        place of it), "response", "system", "history", "tools", "images", "messages" and "text".
     max_samples : int, optional
         Maximum number of samples for training: the first of each file, of all files as many.
     long : {"truncate", "refuse"}
@@ -80,6 +82,8 @@ class TuneSettings:
         or the model's limit; with packing, it is that maximum itself.
     packing : bool
         Put several samples into one sequence; samples don't attend to one another.
+    images, image_size : int, tuple of int, optional
+        Images in a sequence, and height and width of the largest one; set from the data.
     skip_bad : bool
         Skip unusable rows instead of refusing the data.
     method : {"lora", "qlora", "full"}
@@ -102,6 +106,9 @@ class TuneSettings:
         Norm to which the gradients of all parameters together are clipped; 0 disables clipping.
     lora_rank, lora_alpha, rslora, lora_dropout, lora_target
         Settings of the adapters, as for `Training`.
+    train_vision : bool
+        Also train modules that only images reach, such as a vision tower; by default they are
+        frozen.
     dtype, quantize : str
         Dtype and quantization of the weights, as for `Workload`; the method "qlora" quantizes to
         "nf4" unless `quantize` says otherwise.
@@ -143,6 +150,8 @@ class TuneSettings:
     long: LongChats = "truncate"
     seq_length: int | None = None
     packing: bool = False
+    images: int = 0
+    image_size: tuple[int, int] | None = None
     skip_bad: bool = False
     method: TuneMethod = "lora"
     batch: int = 8
@@ -160,6 +169,7 @@ class TuneSettings:
     rslora: bool = False
     lora_dropout: float = 0.0
     lora_target: tuple[str, ...] = ()
+    train_vision: bool = False
     dtype: Dtype = "auto"
     quantize: Quantization = "none"
     checkpointing: bool = False
@@ -288,6 +298,8 @@ class TuneSettings:
             dtype=self.dtype,
             prefill_chunk_tokens=None,
             quantize="nf4" if is_qlora else self.quantize,
+            images=self.images,
+            image_size=self.image_size or _IMAGE_SIZE,
             training=self._training(native_targets(checkpoint, self.lora_target)),
         )
 
@@ -302,6 +314,7 @@ class TuneSettings:
             lora_dropout=self.lora_dropout,
             lora_targets=lora_targets,
             gradient_checkpointing=self.checkpointing,
+            train_vision=self.train_vision and self.images > 0,
             # Trained parameters and optimizer states are in float32.
             master_weights=True,
             micro_batches=self.batch // self.micro_batch,
@@ -314,7 +327,7 @@ def _columns(columns: Mapping[str, str]) -> dict[str, str]:
     """Check the roles of columns: together they name one form of rows, or only its context."""
     for role in columns:
         choose("columns", role, COLUMNS)
-    contents = {role.replace("query", "prompt") for role in columns if role in COLUMNS[:-3]}
+    contents = {role.replace("query", "prompt") for role in columns if role not in _CONTEXT}
     if contents and contents not in ({"prompt", "response"}, {"messages"}, {"text"}):
         raise UsageError(
             f"columns names {', '.join(columns)}; it must name a prompt (or query) and a response, "

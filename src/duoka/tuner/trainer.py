@@ -181,13 +181,14 @@ class Trainer:
         Returns the weighted losses, and the seconds spent waiting for other stages.
         """
         part, learns = self._part, number is not None
-        batches: list[Batch] = [micro_batch.tensors() for micro_batch in micro_batches]
+        batches: list[Batch] = [part.inputs(micro_batch) for micro_batch in micro_batches]
         if not batches:
             return [], 0.0
         routes = [part.route(batch) for batch in batches]
+        names = max((route.devices for route in routes), key=len)
+        routes = [route if route.devices == names else route.over(names) for route in routes]
         weights = [micro_batch.trained_tokens / total for micro_batch in micro_batches]
         scale = self.scale if learns else 1.0
-        names = routes[0].devices
         ranks = [self._layout.rank(self._replica, name) for name in names]
         channel = ProcessChannel(ranks, part.device)
 
@@ -197,8 +198,7 @@ class Trainer:
                 # resumption. The second of two replicas has micro-batches 1, 3, 5 (`of_replica`).
                 step_index = self._replica + index * len(self._layout.plans)
                 seed_dropout(self._settings.seed, number, step_index)
-            batch = {name: devices.send(value, device) for name, value in batches[index].items()}
-            return part.loss(batch, device) * (weights[index] * scale)
+            return part.loss(part.send(batches[index], device), device) * (weights[index] * scale)
 
         pipeline = StagePipeline(
             part.interceptor,

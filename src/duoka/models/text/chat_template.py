@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from duoka.errors import CheckpointError, UsageError
 
-from .image_prompts import PromptImages, images_of
+from .image_prompts import TOKEN_TYPES, ImagePrompt, PromptImages, images_of
 from .messages import ChatMessage, Messages, Tools, tool_function
 from .tokenizer import encode, special_id
 
@@ -37,7 +37,12 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def encode_answer(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools, stop_ids: Sequence[int]
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    tools: Tools,
+    stop_ids: Sequence[int],
+    *,
+    images: PromptImages | None = None,
 ) -> tuple[list[int], list[bool]]:
     """Return the ids of a chat up to the end of its last answer, with a mask of the trained tokens.
 
@@ -46,8 +51,10 @@ def encode_answer(
     writes no stop token, one is appended. Raises UsageError if the chat with the answer doesn't
     begin with the prompt, or the template drops a part of the answer.
     """
-    question = encode_chat(tokenizer, messages[:-1], tools)
-    chat = encode_chat(tokenizer, messages, tools, rendering=Rendering(is_prompt=False))
+    question = encode_chat(tokenizer, messages[:-1], tools, images=images)
+    chat = encode_chat(
+        tokenizer, messages, tools, images=images, rendering=Rendering(is_prompt=False)
+    )
     answer = chat.text.removeprefix(question.text)
     is_changed = answer == chat.text or _drop_space(messages[-1].content) not in _drop_space(answer)
     if is_changed:
@@ -56,7 +63,12 @@ def encode_answer(
             "prompt, or drops a part of it",
             hint="use a chat template that renders answers unchanged",
         )
-    ids, start = chat.ids, common_length(question.ids, chat.ids)
+    if isinstance(chat.ids, ImagePrompt) and not chat.ids.rows.keys() <= {*TOKEN_TYPES}:
+        raise CheckpointError(
+            f"this model can't be trained with images: it needs {', '.join(chat.ids.rows)}",
+            hint="train it on text, or use duoka.dispatch with your own training loop",
+        )
+    ids, start = [*chat.ids], common_length(question.ids, chat.ids)
     mask = _mask_of_template(tokenizer, messages, tools, ids) or [True] * len(ids)
     stop = next((at for at in range(start, len(ids)) if ids[at] in stop_ids), len(ids))
     if stop == len(ids):
@@ -89,6 +101,11 @@ def _mask_of_template(
     template = find_template(tokenizer, has_tools=bool(tools))
     if not GENERATION.search(template):
         return None
+    if images_of(messages):
+        raise UsageError(
+            "the model's chat template has {% generation %} marks, which images move",
+            hint="use a chat template without these marks",
+        )
     apply: Any = tokenizer.apply_chat_template
     encoded = apply(
         _conversation(messages),

@@ -28,6 +28,8 @@ from .tokenizer import ENCODING, first_line
 
 _PROCESSORS: dict[str, str] = processing_auto.PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
 _SETTINGS = ("processor_config.json", "preprocessor_config.json")
+TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+"""Arguments of `forward` that are 1 for image tokens, and 0 for others."""
 
 
 class ImagePrompt(list[int]):
@@ -96,11 +98,15 @@ class ImageFormat:
         """The processor, an object of transformers."""
         return self._load()
 
+    def pictures(self, images: Sequence[Image.Image]) -> dict[str, Tensor]:
+        """Return the image processor's tensors for images."""
+        alone = getattr(self.processor, "image_processor", self.processor)
+        return self._process(alone, images=list(images), **image_settings(type(self.processor)))
+
     def pixel_count(self, image: Image.Image) -> int:
         """Count the floating-point elements of the model's input for an image."""
-        alone = getattr(self.processor, "image_processor", self.processor)
-        tensors = self._process(alone, images=[image], **image_settings(type(self.processor)))
-        return sum(value.numel() for value in tensors.values() if value.is_floating_point())
+        tensors = self.pictures([image]).values()
+        return sum(value.numel() for value in tensors if value.is_floating_point())
 
     def _process(self, processor: Any, **inputs: Any) -> dict[str, Tensor]:
         """Call a processor and return its tensors; raise UsageError for rejected images."""
@@ -125,10 +131,6 @@ class SquareImages(ImageFormat):
         super().__init__(partial(_load_square_processor, directory, vision.image_size))
         tokens = parsed.image_tokens
         self.ids = [tokens.begin] * tokens.num_tokens
-
-    def pictures(self, images: Sequence[Image.Image]) -> dict[str, Tensor]:
-        """Return the tensors of images for the model."""
-        return self._process(self.processor, images=list(images))
 
 
 class PromptImages(ImageFormat):

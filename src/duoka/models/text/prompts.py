@@ -357,7 +357,8 @@ class TemplateFormat(ChatFormat):
                 "this model has no chat template, so it can't be trained on chats",
                 hint="train it on texts, or on prompts and completions; or use its chat model",
             )
-        return TrainingSample(*encode_answer(self.tokenizer, messages, tools, self.stop_ids))
+        answer = encode_answer(self.tokenizer, messages, tools, self.stop_ids, images=self.images)
+        return TrainingSample(*answer)
 
 
 def has_template(chat: ChatFormat) -> bool:

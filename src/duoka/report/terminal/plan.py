@@ -317,6 +317,8 @@ def _training_facts(workload: Workload, training: Training) -> Iterator[str]:
     if training.micro_batches > 1:
         yield f"{training.micro_batches} micro-batches, {training.schedule}"
     yield training.optimizer
+    if training.train_vision:
+        yield "vision tower trained"
     if training.gradient_checkpointing:
         yield "gradient checkpointing"
     if training.master_weights:

@@ -1,6 +1,7 @@
 """Data: the user's files → micro-batches of token ids, equal for any number of GPUs.
 
 - `files`, `rows`: JSON lines, tables and texts → chats, completions or documents, by their keys
+- `images`: images of rows → references, of which training opens the images again
 - `samples`: a row → token ids in the model's chat format, with a mask of the trained tokens
 - `dataset`: all samples of the files, and all unusable rows
 - `packing`: several samples in a row of tokens, for models that keep them separate
@@ -10,6 +11,7 @@
 
 from .batches import Batches, OptimizerStep, TrainingMicroBatch
 from .dataset import BadRow, Dataset, read_dataset
+from .images import image_size, open_image
 from .packing import refuse_packing
 from .preview import render_preview
 
@@ -19,6 +21,8 @@ __all__ = [
     "Dataset",
     "OptimizerStep",
     "TrainingMicroBatch",
+    "image_size",
+    "open_image",
     "read_dataset",
     "refuse_packing",
     "render_preview",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .dataset import Dataset
+from .images import Reference
 from .packing import pack
 
 IGNORED = -100
@@ -56,6 +57,14 @@ class TrainingMicroBatch:
         lengths = self.dataset.row_lengths
         return lengths[bisect_left(lengths, longest)]
 
+    @property
+    def images(self) -> list[Reference]:
+        """References of the images of all rows, in order."""
+        of_samples = self.dataset.images
+        return [
+            it for row in self.rows for sample in row if of_samples for it in of_samples[sample]
+        ]
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the arguments of a model's ``forward``, on the CPU.
 
@@ -63,7 +72,7 @@ class TrainingMicroBatch:
         and -100 elsewhere, not shifted. Rows are padded on the right to `length`. There is no
         ``attention_mask``: in a causal model no token attends to padding after it. With packing
         there are ``position_ids``, which restart at 0 with each sample and with the padding; the
-        model must then run with ``use_cache=False``.
+        model must then run with ``use_cache=False``. The tensors of `images` aren't included.
         """
         dataset = self.dataset
         shape = (len(self.rows), self.length)

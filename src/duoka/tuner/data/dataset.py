@@ -9,12 +9,13 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from PIL.Image import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import from_numpy
@@ -22,10 +23,12 @@ from torch import from_numpy
 from duoka.base.files import set_new_mode, why
 from duoka.base.progress import say
 from duoka.errors import FormatError, UsageError
+from duoka.models.text.image_prompts import ImagePrompt, images_of
 from duoka.models.text.prompts import ChatFormat, TrainingSample
 
 from ..settings import TuneSettings
 from .files import DataRow, data_files, read_rows, split_weight
+from .images import References, image_digests, pack_images, read_data_image, unpack_images
 from .rows import Chat, Document, RowError, read_row, rename_columns
 from .samples import chat_samples, row_samples, truncate_chat
 
@@ -63,7 +66,8 @@ class Dataset:
     `ends` [samples] has the offset after each sample, `file_numbers` and `lines` [samples] the
     index of its file in `files` and its line (or row) there. `weights` [files] are the weights of
     the files in an epoch; without them all are 1. `bad_rows` were skipped. `num_dropped` are the
-    numbers of messages that were dropped from conversations.
+    numbers of messages that were dropped from conversations. `images` has the references of the
+    images of each sample, or nothing if there are none; see `images.open_image`.
     """
 
     ids: npt.NDArray[np.int32]
@@ -76,6 +80,7 @@ class Dataset:
     weights: tuple[float, ...] = ()
     bad_rows: tuple[BadRow, ...] = ()
     num_dropped: tuple[int, ...] = ()
+    images: References = ()
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -132,6 +137,7 @@ class Dataset:
         for name in ("ids", "is_trained", "ends"):
             digest.update(np.ascontiguousarray(getattr(self, name)).data)
         digest.update(json.dumps(self.weights).encode() if self.weights else b"")
+        digest.update(image_digests(self.images))
         return digest.hexdigest()
 
     def draw(self, epoch: int, seed: int | None) -> npt.NDArray[np.int64]:
@@ -197,6 +203,7 @@ class Dataset:
             ends=self.lengths[is_wanted].cumsum(),
             file_numbers=self.file_numbers[is_wanted],
             lines=self.lines[is_wanted],
+            images=tuple(compress(self.images, is_wanted)),
         )
 
     def place(self, sample: int) -> str:
@@ -205,7 +212,9 @@ class Dataset:
 
     def save(self, path: Path) -> None:
         """Write the samples, without bad rows, to a file for all processes to map into memory."""
-        arrays = {name: from_numpy(getattr(self, name)) for name in _ARRAYS}
+        values = {name: getattr(self, name) for name in _ARRAYS}
+        values |= pack_images(self.images) if any(self.images) else {}
+        arrays = {name: from_numpy(value) for name, value in values.items()}
         about = json.dumps({name: getattr(self, name) for name in _ABOUT})
         save_file(arrays, path, {"about": about})
         set_new_mode(path)
@@ -221,10 +230,12 @@ class Dataset:
         """
         try:
             with safe_open(path, "pt") as file:
-                arrays: dict[str, Any] = {name: file.get_tensor(name).numpy() for name in _ARRAYS}
+                values = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
                 about = json.loads((file.metadata() or {})["about"])
+            arrays: dict[str, Any] = {name: values.pop(name) for name in _ARRAYS}
             arrays |= {name: tuple(about[name]) for name in ("files", "weights")}
-            return cls(**arrays, seq_length=about["seq_length"])
+            images = unpack_images(**values) if values else ()
+            return cls(**arrays, seq_length=about["seq_length"], images=images)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise FormatError(
                 f"{path} can't be read, or has no samples: {error}",
@@ -293,6 +304,11 @@ class _Collector:
         self._columns = settings.columns
         self._num_dropped: list[int] = []
         self._format = chat, seq_length, settings.train_on
+        self._images: list[tuple[bytes, ...]] = []
+        self._directory = Path()
+        # Of the current row: the reference of each image by its id, and the images of its samples.
+        self._references: dict[int, bytes] = {}
+        self._row_images: list[Image] = []
         self._seq_length = seq_length
         self._truncates = settings.long == "truncate"
         self._ids, self._is_trained = array("i"), array("b")
@@ -301,6 +317,8 @@ class _Collector:
     def take(self, row: DataRow, file_number: int, file: str, most: int) -> None:
         """Add the first `most` samples of a row, or a bad row if one of them is unusable."""
         self.num_rows += 1
+        self._directory = Path(file).parent
+        self._references, self._row_images = {}, []
         num_samples, num_tokens = len(self.ends), len(self._ids)
         try:
             if row.problem:
@@ -320,7 +338,7 @@ class _Collector:
             kind, reason = "unreadable", why(error)
         reason = reason[:_MOST_WHY_CHARACTERS]
         self.bad_rows.append(BadRow(file=file, line=row.line, reason=reason, kind=kind))
-        for of_samples in (self.ends, self._file_numbers, self._lines):
+        for of_samples in (self.ends, self._file_numbers, self._lines, self._images):
             del of_samples[num_samples:]
         del self._ids[num_tokens:], self._is_trained[num_tokens:]
 
@@ -330,7 +348,11 @@ class _Collector:
             return row_samples(row.value, *self._format)
         self.absent -= row.value.keys()
         self.last_keys = list(row.value)[:_MOST_SHOWN]
-        content = read_row(rename_columns(row.value, self._columns))
+        takes_images = self._format[0].images is not None
+        row_value = rename_columns(row.value, self._columns)
+        content = read_row(row_value, self._read_image if takes_images else None)
+        if isinstance(content, Chat):
+            self._row_images = images_of(content.messages)
         if self._truncates and isinstance(content, Chat):
             samples = chat_samples(content, *self._format)
             if not samples or len(samples[-1].ids) <= self._seq_length:
@@ -338,7 +360,14 @@ class _Collector:
             whole, content = content, truncate_chat(content, *self._format)
             if num_dropped := len(whole.messages) - len(content.messages):
                 self._num_dropped.append(num_dropped)
+                self._row_images = images_of(content.messages)
         return row_samples(content, *self._format)
+
+    def _read_image(self, value: Any) -> Image:
+        """Read an image of the current row, and note its reference."""
+        reference, image = read_data_image(value, self._directory)
+        self._references[id(image)] = reference
+        return image
 
     def _add(self, sample: TrainingSample) -> None:
         """Append a sample; raise RowError for too long samples, or without a trained token."""
@@ -353,6 +382,9 @@ class _Collector:
         self._ids.extend(ids)
         self._is_trained.extend([False, *is_trained[1:]])
         self.ends.append(len(self._ids))
+        num_images = ids.num_images if isinstance(ids, ImagePrompt) else 0
+        images = self._row_images[:num_images]
+        self._images.append(tuple(self._references[id(image)] for image in images))
 
     def dataset(self, files: Sequence[tuple[Path, float]]) -> Dataset:
         """Return the dataset; the arrays are moved, not copied."""
@@ -368,4 +400,5 @@ class _Collector:
             weights=weights if set(weights) != {1.0} else (),
             bad_rows=tuple(self.bad_rows),
             num_dropped=tuple(self._num_dropped),
+            images=tuple(self._images) if any(self._images) else (),
         )

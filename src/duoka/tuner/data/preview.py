@@ -16,6 +16,7 @@ from duoka.base.units import format_count
 from .dataset import Dataset
 
 _MOST_TOKENS = 200
+_LONG_RUN = 16  # number of equal tokens in a row
 _MOST_BAD_ROWS = 5
 # Trained text stands between these marks as well: colour is lost in a file, and not seen by all.
 _MARKS = ("⟦", "⟧")
@@ -54,11 +55,18 @@ def _summary(dataset: Dataset) -> Iterator[Text]:
 
 
 def _sample(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, at: int) -> Text:
-    """Format the sample at an index as text, with marks around the trained tokens."""
+    """Format the sample at an index as text, with marks around the trained tokens.
+
+    In samples with images a long run of a token is shown as one token.
+    """
     ids, is_trained = dataset.tokens(at)
     heading = f"{dataset.place(at)}  {len(ids)} tokens, {int(is_trained.sum())} trained"
-    text = Text(f"\n{heading}\n", style="bold")
     pairs = list(zip(ids.tolist(), is_trained.tolist(), strict=True))
+    if dataset.images and dataset.images[at]:
+        heading += f", {format_count(len(dataset.images[at]), 'image')}"
+        runs = [list(run) for _, run in groupby(pairs)]
+        pairs = [pair for run in runs for pair in (run if len(run) < _LONG_RUN else run[:1])]
+    text = Text(f"\n{heading}\n", style="bold")
     for trained, run in groupby(pairs[:_MOST_TOKENS], lambda pair: pair[1]):
         piece = printable(str(tokenizer.decode([number for number, _ in run])))
         opening, closing = _MARKS

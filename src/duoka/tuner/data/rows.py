@@ -16,6 +16,9 @@ those of `_EXCHANGES`              a question and its answer: Alpaca, Dolly, ms-
 The first form of which a row has all keys is read. Further keys whose names have words such as
 "weight" or "loss" mark rows or messages as trained or not: they are followed or refused. All other
 keys are ignored.
+
+A chat may have images, as ``images`` or ``image`` of the row or of a message, or as parts of a
+content. Each stands where a question has ``<image>``; without any, all are in the first question.
 """
 
 from __future__ import annotations
@@ -24,9 +27,12 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
+from PIL.Image import Image
+
+from duoka.base.units import format_count
 from duoka.errors import UsageError
 from duoka.models.text.messages import (
     ChatMessage,
@@ -34,6 +40,8 @@ from duoka.models.text.messages import (
     read_message,
     refuse_half_pairs,
 )
+
+from .images import PLACEHOLDER, split_row
 
 # The question and the answer of an exchange.
 _EXCHANGES = (
@@ -66,6 +74,8 @@ _PREFERENCES = frozenset(
     {"chosen", "rejected", "preferred", "preference", "preferences", "kto", "reward", "rewards"}
 )
 _MEDIA = frozenset({"image", "images", "video", "videos", "audio", "audios", "pixel"})
+_PLACE = re.compile(f"{PLACEHOLDER}\n?|\n{PLACEHOLDER}")
+_LISTS = ("messages", "conversations", "conversation")
 _MARKS = frozenset(
     {"label", "labels", "loss", "weight", "weights", "learn", "desirable"}
     | {"train", "trained", "training", "trainable"}
@@ -104,6 +114,7 @@ class Document:
 
 
 RowContent = Chat | PromptCompletion | Document
+ReadImage = Callable[[Any], Image]
 
 
 class RowError(UsageError):
@@ -122,14 +133,32 @@ def rename_columns(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mappin
     hidden = set(columns.values())
     if hidden.isdisjoint(row):
         return row
-    if not columns.keys() <= {"system", "history", "tools"}:
+    if not columns.keys() <= {"system", "history", "tools", "images"}:
         hidden |= _FORM_KEYS
     named = {_ROLE_KEYS.get(role, role): row.get(name) for role, name in columns.items()}
     return {key: row[key] for key in row if key not in hidden} | named
 
 
-def read_row(row: Mapping[str, Any]) -> RowContent:
-    """Read a row in the form indicated by its keys; raise UsageError for unknown forms."""
+def read_row(row: Mapping[str, Any], read_image: ReadImage | None = None) -> RowContent:
+    """Read a row in the form indicated by its keys; raise UsageError for unknown forms.
+
+    `read_image` reads an image as written in the row; None for a model that takes text only, whose
+    rows must not have images.
+    """
+    if read_image is None:
+        return _read_text(row)
+    lists = {key: _list_of(row[key], key) for key in _LISTS if row.get(key)}
+    row, images = split_row({**row, **lists})
+    content = _read_text(row)
+    if images is None:
+        return content
+    if isinstance(content, Chat):
+        return _place_images(content, images, read_image)
+    raise UsageError("images aren't supported here; write the row as messages")
+
+
+def _read_text(row: Mapping[str, Any]) -> RowContent:
+    """Read a row without images."""
     for key, is_learnt in _marks(row).items():
         if not is_learnt:
             reason = f"{key!r} is {row[key]}: the row is marked as not trained"
@@ -174,6 +203,27 @@ def _read_document(row: Mapping[str, Any], key: str) -> RowContent:
     """Read a row with a text, without any context."""
     _refuse_unread(row)
     return Document([_nonempty_text(row, key)])
+
+
+def _place_images(chat: Chat, images: Sequence[Any], read_image: ReadImage) -> Chat:
+    """Read images into the questions that have their placeholders."""
+    roles = [message.role for message in chat.messages]
+    numbers = [
+        message.content.count(PLACEHOLDER) if message.role == "user" else 0
+        for message in chat.messages
+    ]
+    if images and not any(numbers):
+        numbers[roles.index("user")] = len(images)
+    if sum(numbers) != len(images):
+        raise UsageError(
+            f"the questions have {format_count(sum(numbers), f'{PLACEHOLDER} placeholder')}, and "
+            f"the row {format_count(len(images), 'image')}"
+        )
+    opened, messages = map(read_image, images), []
+    for message, number in zip(chat.messages, numbers, strict=True):
+        content = _PLACE.sub("", message.content) if number else message.content
+        messages.append(replace(message, content=content, images=tuple(islice(opened, number))))
+    return replace(chat, messages=tuple(messages))
 
 
 def _words(key: object) -> set[str]:

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from duoka.errors import CheckpointError
 from duoka.models.text.chat_template import common_length, text_ids
+from duoka.models.text.image_prompts import ImagePrompt, images_of
 from duoka.models.text.messages import ChatMessage, Role
 from duoka.models.text.prompts import ChatFormat, TrainingSample
 
@@ -39,7 +40,8 @@ def chat_samples(
 
     Several answers share a sample if the prompt of each begins with the sample so far. Otherwise a
     new sample begins: the template drops earlier reasoning, say, or ends an answer differently. A
-    sample longer than `seq_length` is returned as the last one.
+    sample longer than `seq_length` is returned as the last one. With images, the ids of a sample
+    are an `ImagePrompt` without tensors.
     """
     # Two answers b and d share a sample if the prompt of d begins with the sample of b:
     #
@@ -51,7 +53,10 @@ def chat_samples(
     #   <user> a <assistant> b <end> <user> c <assistant> {y d <end>}
     samples: list[TrainingSample] = []
     for at in _trained_answers(row, train_on):
-        sample = chat.sample(row.messages[: at + 1], row.tools, _next_role(row.messages, at))
+        turns = row.messages[: at + 1]
+        sample = chat.sample(turns, row.tools, _next_role(row.messages, at))
+        if images := images_of(turns):
+            sample = TrainingSample(ImagePrompt(sample.ids, len(images), {}), sample.is_trained)
         earlier = samples[-1] if samples else TrainingSample([], [])
         num_shared = len(earlier.ids)
         if sample.ids[:num_shared] == earlier.ids:
