@@ -40,8 +40,8 @@ def way(*options: str, without: tuple[str, ...] = (), **more: Any) -> WayOut:
         ("plan m --context=8K", way("--context", "64"), "plan m --context 64"),
         ("plan m --device-map a.json -x", way(without=("--device-map",)), "plan m -x"),
         (
-            "plan m --master-weights --batch 2",
-            way(without=("--master-weights",)),
+            "plan m --checkpointing --batch 2",
+            way(without=("--checkpointing",)),
             "plan m --batch 2",
         ),
         ("plan m", way("--offload"), "plan m --offload"),
@@ -159,7 +159,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         ("--gpus 120MiB,100MiB --replicas 2 --context 3K", "int4 gpu"),
         ("--gpus 60MiB --quantize auto --context 2K", "gpu"),
         (
-            "--gpus 2GiB --train full --batch 8 --context 512",
+            "--gpus 2GiB --train full --micro-batch 8 --context 512",
             "batch checkpointing optimizer lora context",
         ),
         ("--gpus 1500MiB --train full --context 512", "optimizer lora gpu"),
@@ -167,7 +167,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         ("--gpus 300MiB --train full --context 512", "int8 nf4 gpu"),
         ("--gpus 280MiB --train lora --context 512", "int8 nf4 gpu"),
         ("--gpus 950MiB --train lora --lora-rank 256 --context 512", "optimizer rank int8 gpu"),
-        ("--gpus 800MiB --train lora --batch 8 --context 2K", "batch context gpu"),
+        ("--gpus 800MiB --train lora --micro-batch 8 --context 2K", "batch context gpu"),
     ],
 )
 def test_every_way_is_what_its_command_makes(

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tuning
 from typer.main import get_command
 
 import duoka
-from duoka.cli.main import app
-from duoka.cli.training_options import complete_arguments
+from duoka import TuneSettings
+from duoka.cli.main import app, run
+from duoka.cli.options import PlanOptions
+from duoka.cli.training_options import TrainingOptions, complete_arguments
+from duoka.tuner.prepare import prepare, read_data
 
 from .conftest import GPUS, Program
 
@@ -23,7 +28,7 @@ def test_a_plan_for_training_is_shown_and_kept(
     tiny: Path, program: Program, tmp_path: Path
 ) -> None:
     saved = tmp_path / "training.plan"
-    said = ("--train", "full", "--micro-batches", "4", "--schedule", "1f1b", "--use-all")
+    said = ("--train", "full", "--batch", "4", "--use-all")
     done = program("plan", tiny, *GPUS, *SEQUENCE, *said, "--save", saved)
     assert done.returncode == 0, done.stderr
     assert "full training · 1 x 96 tokens" in done.stdout
@@ -56,11 +61,48 @@ def test_adapters(tiny: Path, program: Program) -> None:
     assert (told["lora_rank"], told["lora_targets"], told["optimizer"]) == (4, ["q_proj"], "sgd")
 
 
+@pytest.mark.slow
+def test_plan_and_tune_plan_the_same(tiny: Path, tmp_path: Path) -> None:
+    """The same options and data, in the same words: a saved plan is one that the run accepts."""
+    data = tmp_path / "chats.jsonl"
+    tuning.write_chats(data)
+    said = ("--train", "qlora", "--lora-rank", "4", "--batch", "4", "--micro-batch", "2")
+    said += ("--packing", "--context", "64", "--checkpointing", "--gpus", GPUS[1])
+    saved = tmp_path / "training.plan"
+    assert run(["plan", str(tiny), "--data", str(data), *said, "--save", str(saved)]) == 0
+    plan = duoka.Plan.load(saved)
+    training = TrainingOptions(
+        method="qlora", lora_rank=4, micro_batch=2, packing=True, checkpointing=True
+    )
+    assert plan.workload.training == training.read(PlanOptions(batch=4))[0]
+    settings = TuneSettings(
+        method="qlora", lora_rank=4, batch=4, micro_batch=2, packing=True, checkpointing=True,
+        seq_length=64,
+    )  # fmt: skip
+    (tuned,) = prepare(
+        duoka.Checkpoint.open(tiny), [str(data)], GPUS[1], settings, replicas=1
+    ).plans
+    assert tuned.workload.training == plan.workload.training
+    assert replace(tuned.workload, prefill_chunk_tokens="auto") == replace(
+        plan.workload, prefill_chunk_tokens="auto"
+    )
+
+
+@pytest.mark.slow
+def test_a_plan_has_the_length_of_the_data(tiny: Path, tmp_path: Path, capsys: Any) -> None:
+    data = tmp_path / "chats.jsonl"
+    tuning.write_chats(data)
+    assert run(["plan", str(tiny), *GPUS, "--train", "lora", "--data", str(data), "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["workload"]
+    checkpoint = duoka.Checkpoint.open(tiny)
+    settings, _ = read_data(checkpoint, [str(data)], TuneSettings())
+    assert planned["prompt_tokens"] == settings.seq_length < 512
+    assert (planned["batch"], planned["training"]["micro_batches"]) == (1, 8)
+
+
 def test_the_words_of_train_are_completed() -> None:
     for given, expected in (
         ("tune m d --train full --checkpointing", "tune m d --train full --checkpointing"),
-        ("plan m --train qlora", "plan m --train lora --quantize nf4"),
-        ("check m --train=qlora --quantize int8", "check m --train=lora --quantize int8"),
         ("tune m d --train qlora", "tune m d --train qlora"),
         ("check m --train", "check m --train full"),
     ):

@@ -100,19 +100,19 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("chatglm3-6b", "--train lora --context 2K --checkpointing", ("16GiB", "8GiB,8GiB")),
     ("chatglm3-6b", "--train lora --lora-rank 64 --lora-target query_key_value --context 1K",
      ("24GiB", "8GiB,10GiB")),
-    ("chatglm3-6b", "--train lora --quantize nf4 --context 2K", ("16GiB", "8GiB,8GiB")),
+    ("chatglm3-6b", "--train qlora --context 2K", ("16GiB", "8GiB,8GiB")),
     ("chatglm3-6b", "--train full --context 1K --checkpointing", ("4x24GiB", "2x80GiB")),
     ("chatglm3-6b", "--train full --context 1K --optimizer adafactor", ("3x24GiB",)),
-    ("chatglm3-6b", "--train full --context 1K --optimizer adamw8bit --micro-batches 8 "
-     "--schedule 1f1b --use-all", ("4x24GiB", "2xA100-40GB-PCIe+2xRTX3090")),
-    ("chatglm3-6b", "--train full --context 1K --master-weights", ("4x40GiB",)),
-    ("glm-4-9b-chat", "--train lora --checkpointing --context 2K --micro-batches 8 "
-     "--schedule 1f1b --use-all", ("24GiB,16GiB", "3x16GiB", "2xRTX4090")),
-    ("glm-4-9b-chat", "--train lora --checkpointing --context 2K --micro-batches 4 "
+    ("chatglm3-6b", "--train full --context 1K --optimizer adamw8bit --use-all",
+     ("4x24GiB", "2xA100-40GB-PCIe+2xRTX3090")),
+    ("chatglm3-6b", "--train full --context 1K --batch 1", ("4x40GiB",)),
+    ("glm-4-9b-chat", "--train lora --checkpointing --context 2K --use-all",
+     ("24GiB,16GiB", "3x16GiB", "2xRTX4090")),
+    ("glm-4-9b-chat", "--train lora --checkpointing --context 2K --batch 4 "
      "--schedule gpipe --use-all", ("24GiB,16GiB",)),
-    ("glm-4-9b-chat", "--train lora --rows packed --context 4K --checkpointing",
+    ("glm-4-9b-chat", "--train lora --packing --context 4K --checkpointing",
      ("2x24GiB",)),
-    ("glm-4-9b-chat", "--train lora --rows unpadded --batch 2 --context 1K "
+    ("glm-4-9b-chat", "--train lora --batch 2 --micro-batch 2 --context 1K "
      "--checkpointing",
      ("2x24GiB",)),
     # Smaller weights and caches.
@@ -156,7 +156,7 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("hybrid", "--context 512", ("virtual:2x128MiB",)),
     ("pair", "--context 512", ("virtual:2x128MiB",)),
     ("llama", "--context 1K --serve --sequences 4", ("virtual:2x128MiB",)),
-    ("experts", "--context 512 --train full --micro-batches 4 --schedule gpipe",
+    ("experts", "--context 512 --train full --batch 4 --schedule gpipe",
      ("virtual:2x512MiB",)),
     ("tied", "--context 512 --train lora --use-all", ("virtual:2x64MiB",)),
     # What doesn't fit, and what would.

@@ -32,11 +32,11 @@ LINES = (
     "--serve --max-context --new-tokens 100",
     "--images 2 --image-size 640x480 --objective latency --use-all",
     "--pin a=b=cuda:0 --pin c=1 --reserve cuda:0=2GiB --reserve cuda:1=1B",
-    "--train full --optimizer sgd --master-weights --checkpointing --strategy balanced",
-    "--train full --micro-batches 3 --schedule 1f1b --batch 2 --context 64 --offload",
+    "--train full --optimizer sgd --checkpointing --packing --strategy balanced",
+    "--train full --batch 6 --micro-batch 2 --schedule gpipe --context 64 --offload",
     "--offload --host-memory 64GB,60GB/s",
     "--host-memory 1000B",
-    "--train lora --optimizer adamw8bit --lora-alpha 4 --lora-dropout 0.1",
+    "--train lora --optimizer adamw8bit --lora-alpha 4 --rslora --lora-dropout 0.1",
     "--train lora --lora-rank 4 --lora-target q_proj --lora-target 'v proj'",
 )
 Ask = Callable[[str], PlanRequest]

@@ -40,22 +40,19 @@ def test_each_way_fits(tmp_path: Path) -> None:
     plans_for(model, gpus, TuneSettings(seq_length=int(length), **sizes), "auto")
 
 
-def test_a_micro_batch_divides_the_batch_and_is_planned_again(plan: Plan) -> None:
+def test_a_way_is_planned_again_as_a_run(plan: Plan) -> None:
     asked = []
 
     def attempt(settings: TuneSettings, gpus: str | None) -> Plan:
         asked.append((settings.micro_batch, settings.checkpointing, gpus))
-        if settings.micro_batch > 1:
-            raise InfeasibleError("more micro-batches are in flight")
         return plan
 
-    error = InfeasibleError("no", ways_out=[way("--batch", "3", "--checkpointing")])
+    error = InfeasibleError("no", ways_out=[way("--micro-batch", "2", "--checkpointing")])
     (found,) = with_suggestions(error, TuneSettings(batch=8, micro_batch=4), attempt).ways_out
-    assert asked == [(2, True, None), (1, True, None)]
-    assert found.text == "a micro-batch of 1"
-    assert found.options == ("--micro-batch", "1", "--checkpointing")
+    assert asked == [(2, True, None)]
+    assert found.num_gpus == len(plan.devices)
     words = ["tune", "m", "d", "--batch", "8", "--micro-batch", "4"]
-    assert command_line(words, found) == "duoka tune m d --batch 8 --micro-batch 1 --checkpointing"
+    assert command_line(words, found) == "duoka tune m d --batch 8 --micro-batch 2 --checkpointing"
 
 
 def test_a_way_that_a_run_does_not_have_is_left_out(plan: Plan) -> None:

@@ -39,18 +39,19 @@ _THEME = "ansi_dark"
 _fix = partial(flag, panel="Fixing")
 # Fields of the option groups that `duoka check` has.
 _PLAN = ("gpus", "plan_file", "device_map", "context", "new_tokens", "batch", "dtype", "quantize")
-_RUN = "train", "lora_rank", "lora_target", "train_vision", "gradient_checkpointing"
+_RUN = "method", "micro_batch", "lora_rank", "lora_target", "train_vision", "checkpointing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRun(TrainingOptions):
     """Options of the training to check the model with."""
 
-    train: str | None = option(
+    method: str | None = option(
         "METHOD",
-        "Run loss and backward instead of prefill and decode steps: for every parameter (full, "
-        "the default of --train) or for adapters (lora).",
+        "Run loss and backward of a micro-batch instead of prefill and decode steps: for every "
+        "parameter (full, the default of --train) or for adapters (lora, qlora).",
         panel=PLANNING,
+        names=("--train",),
     )
 
 
@@ -162,7 +163,7 @@ def check(
     """
     fixes.check()
     check_file(output.sarif, "the SARIF log")
-    how_to_train = run.read()
+    how_to_train, options = run.read(options)
     images = [parse_pixels(options.image_size or IMAGE_SIZE)] * (options.images or 0)
     if images:  # `duoka.check` gets `images`, and plans for them
         from duoka.base.images import refuse_size

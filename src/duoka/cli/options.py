@@ -59,8 +59,8 @@ class PlanOptions(OptionGroup):
     )
     context: str | None = _plan(
         "TOKENS",
-        "Total tokens of a sequence, prompt and generated: 8192 or 8K. By default 4K, or the "
-        "model's limit if that is lower; 512 for duoka bench --quality.",
+        "Total tokens of a sequence, prompt and generated: 8192 or 8K. By default 4K (2K with "
+        "--train), or the model's limit if that is lower; 512 for duoka bench --quality.",
     )
     new_tokens: str | None = _plan(
         "TOKENS",
@@ -69,7 +69,9 @@ class PlanOptions(OptionGroup):
         "context.",
     )
     batch: int | None = _plan(
-        "N", "Batch size: prompts that run together. By default 1, or the number of prompts given."
+        "N",
+        "Batch size: prompts that run together. By default 1, or the number of prompts given. "
+        "With --train sequences per optimizer step, by default 8.",
     )
     serve: bool = _plan_flag(
         "Plan for continuous batching over a paged KV cache that fills the free memory, as "
@@ -177,7 +179,8 @@ class PlanOptions(OptionGroup):
     max_context: bool = _plan_flag("Plan for the longest context that fits, instead of --context.")
     max_batch: bool = _plan_flag(
         "Plan for the largest batch that fits, instead of --batch; with --serve for the largest "
-        "number of concurrent requests of --context tokens."
+        "number of concurrent requests of --context tokens, with --train for the largest "
+        "micro-batch."
     )
     replicas: str | None = _plan(
         "N", 'Number of data-parallel replicas, each on its own GPUs; "auto" for as many as fit.'

@@ -148,8 +148,10 @@ def plan(
 
     [bold]duoka plan[/] ./glm-4-9b-chat --gpus 2x24GiB --train lora --context 2K
     """
-    how_to_train = training.read()
+    how_to_train, options = training.read(options)
     output.check(options)
+    if how_to_train is not None and training.data and options.plan_file is None:
+        options = planning.fit_to_data(model, options, how_to_train, training.data)
     try:
         if options.replicas is None:
             new_plan = planning.find_plan(model, options, how_to_train)[0]

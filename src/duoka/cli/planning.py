@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 ALL_GPUS = "all"
 _CONTEXT_TOKENS = 4096
+_SEQUENCE_TOKENS = 2048  # in training
 _NEW_TOKENS = 512
 _CONTEXT_PER_NEW = 4
 _SEQUENCES = 16
@@ -392,7 +393,8 @@ def _concurrent_sequences(options: PlanOptions) -> int:
 
 def _tokens(options: PlanOptions, training: Training | None, limit: int | None) -> tuple[int, int]:
     """Return the total tokens of a sequence, and how many of them are generated."""
-    context = min(_CONTEXT_TOKENS, limit or _CONTEXT_TOKENS)
+    context = _CONTEXT_TOKENS if training is None else _SEQUENCE_TOKENS
+    context = min(context, limit or context)
     if options.context is not None:
         context = parse_tokens(options.context)
     new = options.most_new_tokens
@@ -410,6 +412,33 @@ def _tokens(options: PlanOptions, training: Training | None, limit: int | None) 
             hint="--context includes prompt and generated tokens",
         )
     return context, new
+
+
+def fit_to_data(
+    model: ModelOptions, options: PlanOptions, training: Training, data: Sequence[str]
+) -> PlanOptions:
+    """Return the options with the sequence length and the images that training data need."""
+    beside = "--data, which has the images"
+    options.refuse("images", "image_size", beside=beside, hint="omit them")
+    read_fleet(options.gpus or ALL_GPUS)
+    checkpoint = open_checkpoint(model)
+    with heard_by(note):
+        say_import("torch")
+        from duoka.tuner.prepare import read_data
+        from duoka.tuner.settings import TuneSettings
+
+        settings = TuneSettings(
+            seq_length=None if options.context is None else parse_tokens(options.context),
+            packing=training.rows == "packed",
+            train_vision=training.train_vision,
+        )
+        settings, _ = read_data(checkpoint, data, settings)
+    context = settings.workload(checkpoint).prompt_tokens
+    options = replace(options, context=str(context))
+    if settings.image_size is None:
+        return options
+    height, width = settings.image_size
+    return replace(options, images=settings.images, image_size=f"{width}x{height}")
 
 
 # ── saving a plan and loading its model ──

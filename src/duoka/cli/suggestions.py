@@ -12,7 +12,7 @@ from typing import Any
 from duoka.base.units import format_bytes, format_count
 from duoka.errors import InfeasibleError, WayOut
 
-_FLAGS = frozenset({"--offload", "--checkpointing", "--master-weights"})
+_FLAGS = frozenset({"--offload", "--checkpointing"})
 _INDENT = "     "
 _WIDEST = 100
 

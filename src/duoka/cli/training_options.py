@@ -1,34 +1,30 @@
-"""Options of training plans, and the conversion of old option names."""
+"""Training options of `duoka plan`, `duoka check` and `duoka tune`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from duoka.base.text import choose
 from duoka.errors import UsageError
-from duoka.forecast.workload import METHODS, OPTIMIZERS, ROWS, SCHEDULES, Training
+from duoka.forecast.workload import METHODS, OPTIMIZERS, SCHEDULES, Training
 
 from .groups import OptionGroup, all_but, flag, is_given, option
+from .options import PlanOptions
 
-_PANEL = "Training"
-_train = partial(option, panel=_PANEL)
-_train_flag = partial(flag, panel=_PANEL)
+PANEL = "Training"
+TRAIN_METHODS = "lora", "qlora", "full"
+_train = partial(option, panel=PANEL)
+_train_flag = partial(flag, panel=PANEL)
+_BATCH = 8  # sequences per optimizer step, as `TuneSettings`
 
 
 def complete_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return the command line with all words of ``--train``.
-
-    For `duoka check`, `--train` without a method becomes `--train full`. For `duoka plan` and
-    `duoka check`, `--train qlora` becomes `--train lora --quantize nf4`.
-    """
-    command = next((word for word in arguments if not word.startswith("-")), "")
+    """Return the command line of `duoka check` with `--train full` for `--train` alone."""
     words = [*arguments]
-    if command in ("plan", "check"):
-        _split_qlora(words)
-    if command == "check":
+    if next((word for word in words if not word.startswith("-")), "") == "check":
         for at in reversed(range(len(words))):
             following = words[at + 1] if at + 1 < len(words) else ""
             # A plain word that is no existing file (such as the MODEL) is meant as the method.
@@ -38,25 +34,27 @@ def complete_arguments(arguments: Sequence[str]) -> list[str]:
     return words
 
 
-def _split_qlora(words: list[str]) -> None:
-    """Replace ``--train qlora`` by ``--train lora``; add ``--quantize nf4`` unless given."""
-    for at, word in enumerate(words):
-        pair = words[at - 1 : at + 1]
-        if word == "--train=qlora" or pair == ["--train", "qlora"]:
-            words[at] = word.replace("qlora", "lora")
-            is_quantized = any(word.partition("=")[0] == "--quantize" for word in words)
-            words += [] if is_quantized else ["--quantize", "nf4"]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOptions(OptionGroup):
     """Training options, as written on the command line; None if not given."""
 
-    train: str | None = _train(
+    method: str | None = _train(
         "METHOD",
-        "Plan for training: lora (adapters on frozen weights) or full (every parameter). "
-        "--context is then the length of a sequence, and --batch a micro-batch.",
-        values=METHODS,
+        "Train lora (adapters on frozen weights; the default of duoka tune), qlora (adapters on "
+        "4-bit weights) or full (every parameter).",
+        values=TRAIN_METHODS,
+        names=("--train",),
+    )
+    data: list[str] | None = _train(
+        "DATA",
+        "With --train: training data, as for duoka tune; plan for its longest sample and its "
+        "images. Repeatable.",
+    )
+    micro_batch: int | None = _train(
+        "N", "Sequences per micro-batch, of which --batch has several. By default 1.", min=1
+    )
+    packing: bool = _train_flag(
+        "Pack several samples into a sequence; no sample attends to another."
     )
     optimizer: str | None = _train(
         "NAME",
@@ -70,6 +68,7 @@ class TrainingOptions(OptionGroup):
         "LoRA alpha: the adapter output is scaled by alpha / rank. By default twice the rank.",
         min=1,
     )
+    rslora: bool = _train_flag("Divide --lora-alpha by the square root of the rank (rsLoRA).")
     lora_dropout: float | None = _train("P", "LoRA dropout. By default 0.")
     lora_target: list[str] | None = _train(
         "NAME",
@@ -77,53 +76,64 @@ class TrainingOptions(OptionGroup):
         "query_key_value). Repeatable; by default every linear layer except the head.",
     )
     train_vision: bool = _train_flag(
-        "With --images: also train modules that only images reach, such as the vision tower; by "
-        "default they are frozen."
+        "Also train modules that only images reach, such as the vision tower; by default they are "
+        "frozen."
     )
-    gradient_checkpointing: bool = _train_flag(
-        "Gradient checkpointing: recompute activations in the backward pass instead of storing "
-        "them.",
-        names=("--checkpointing",),
-    )
-    master_weights: bool = _train_flag(
-        "Keep trained weights, gradients and optimizer states in float32, and compute under "
-        "autocast in the plan's dtype."
-    )
-    micro_batches: int | None = _train(
-        "N", "Micro-batches per step (gradient accumulation). By default 1.", min=1
+    checkpointing: bool = _train_flag(
+        "Gradient checkpointing: recompute activations in the backward pass; less memory, slower."
     )
     schedule: str | None = _train(
         "NAME",
-        "Pipeline schedule: sequential (the default, one micro-batch after another), gpipe (all "
-        "forward, then all backward) or 1f1b (one forward, one backward).",
+        "Pipeline schedule: 1f1b (the default: one forward, one backward), gpipe (all forward, "
+        "then all backward) or sequential (one micro-batch after another).",
         values=SCHEDULES,
     )
 
-    rows: str | None = _train(
-        "KIND",
-        "Attention mask of the batch: padded (the default, a padding mask), unpadded (none, as "
-        "duoka tune pads) or packed (several samples per row).",
-        values=ROWS,
-    )
-
-    def read(self) -> Training | None:
-        """Return the training to plan; None without --train, for a plan for generation."""
-        names = all_but(TrainingOptions, "train")
-        options = self.given_options(*names)
-        if self.train is None and options:
-            raise UsageError(
-                f"{', '.join(options)} {'are' if len(options) > 1 else 'is'} for training, and "
-                "the plan is for generation",
-                hint="add --train lora or --train full",
-            )
-        if self.train is None:
-            return None
-        if self.train == "full":
-            adapters = "lora_rank", "lora_alpha", "lora_dropout", "lora_target"
+    def refuse_adapters(self) -> None:
+        """Refuse options of adapters beside full training."""
+        if self.method == "full":
+            adapters = "lora_rank", "lora_alpha", "rslora", "lora_dropout", "lora_target"
             hint = "omit it, or use --train lora"
             self.refuse(*adapters, beside="--train full, which has no adapters", hint=hint)
-        values = {name: value for name in names if is_given(value := getattr(self, name))}
-        targets = tuple(values.pop("lora_target", ()))
-        return Training(
-            method=choose("method", self.train, METHODS), lora_targets=targets, **values
+
+    def read(self, options: PlanOptions) -> tuple[Training | None, PlanOptions]:
+        """Return the training to plan, and the options of a plan for its micro-batches.
+
+        The training is None without --train, for a plan for generation.
+        """
+        given = self.given_options(*all_but(TrainingOptions, "method"))
+        if self.method is None:
+            if given:
+                raise UsageError(
+                    f"{', '.join(given)} {'are' if len(given) > 1 else 'is'} for training, and "
+                    "the plan is for generation",
+                    hint="add --train lora or --train full",
+                )
+            return None, options
+        self.refuse_adapters()
+        method = choose("method", self.method, TRAIN_METHODS)
+        if method == "qlora":
+            options = replace(options, quantize=options.quantize or "nf4")
+        names = "optimizer", "lora_rank", "lora_alpha", "rslora", "lora_dropout"
+        training = Training(
+            method=choose("method", method.removeprefix("q"), METHODS),
+            lora_targets=tuple(self.lora_target or ()),
+            train_vision=self.train_vision,
+            gradient_checkpointing=self.checkpointing,
+            master_weights=True,
+            schedule=choose("schedule", self.schedule or "1f1b", SCHEDULES),
+            rows="packed" if self.packing else "unpadded",
+            **{name: value for name in names if is_given(value := getattr(self, name))},
         )
+        if options.max_batch:  # one micro-batch, which is the batch to maximize
+            self.refuse("micro_batch", beside="--max-batch", hint="give only one of them")
+            return training, options
+        micro_batch = self.micro_batch or 1
+        batch = options.batch or _BATCH
+        if batch % micro_batch:
+            raise UsageError(
+                f"a batch of {batch} is not divisible into micro-batches of {micro_batch}",
+                hint=f"use a multiple of {micro_batch}",
+            )
+        training = replace(training, micro_batches=batch // micro_batch)
+        return training, replace(options, batch=self.micro_batch)

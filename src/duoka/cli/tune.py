@@ -15,21 +15,15 @@ from duoka.base.files import reading
 from duoka.base.progress import heard_by, say_import
 from duoka.base.text import choose
 from duoka.errors import UsageError
-from duoka.forecast.workload import (
-    DTYPES,
-    OPTIMIZERS,
-    QUANTIZED,
-    SCHEDULES,
-    read_dtype,
-    read_quantization,
-)
+from duoka.forecast.workload import DTYPES, QUANTIZED, read_dtype, read_quantization
 from duoka.planner.constraints import EXPERTS
 from duoka.planner.plan import Plan
 
 from . import planning, replicas
-from .groups import OptionGroup, all_but, argument, flag, option, with_groups
+from .groups import all_but, argument, flag, option, with_groups
 from .options import ModelOptions, parse_tokens
 from .terminal import note, stdout
+from .training_options import PANEL, TrainingOptions
 
 if TYPE_CHECKING:
     from duoka.tuner.prepare import TuneRun
@@ -38,8 +32,7 @@ if TYPE_CHECKING:
 
 _data = partial(option, panel="Data")
 _data_flag = partial(flag, panel="Data")
-_how = partial(option, panel="Training")
-_how_flag = partial(flag, panel="Training")
+_how = partial(option, panel=PANEL)
 _where = partial(option, panel="Where")
 _run = partial(option, panel="The run")
 _run_flag = partial(flag, panel="The run")
@@ -66,7 +59,7 @@ def _read_config(context: typer.Context, file: Path | None) -> Path | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TuneOptions(OptionGroup):
+class TuneOptions(TrainingOptions):
     """Options of a training run, as written on the command line; None if not given."""
 
     data: list[str] | None = argument(
@@ -97,22 +90,11 @@ class TuneOptions(OptionGroup):
         "rows of which nothing fits) or refuse.",
         values=("truncate", "refuse"),
     )
-    packing: bool = _data_flag(
-        "Pack several samples into a sequence; no sample attends to another."
-    )
     skip_bad: bool = _data_flag("Skip invalid rows instead of stopping.")
     eval_data: list[str] | None = _data(
         "DATA", "Evaluation data, or a share of DATA such as 5%. Repeatable.", names=("--eval",)
     )
-    method: str | None = _how(
-        "METHOD",
-        "lora (the default, adapters on frozen weights), qlora (adapters on 4-bit weights) or "
-        "full (every parameter).",
-        values=("lora", "qlora", "full"),
-        names=("--train",),
-    )
     batch: int | None = _how("N", "Sequences per optimizer step. By default 8.", min=1)
-    micro_batch: int | None = _how("N", "Sequences per micro-batch. By default 1.", min=1)
     epochs: int | None = _how("N", "Number of epochs. By default 1.", min=1)
     steps: int | None = _how("N", "Number of optimizer steps, instead of --epochs.", min=1)
     lr: float | None = _how("RATE", "Peak learning rate. By default 1e-4, with --train full 1e-5.")
@@ -126,23 +108,9 @@ class TuneOptions(OptionGroup):
         ),
     )
     warmup: int | None = _how("STEPS", "Warmup steps. By default 3 % of all steps.", min=0)
-    optimizer: str | None = _how(
-        "NAME", "Optimizer: adamw (the default), adamw8bit, adafactor or sgd.", values=OPTIMIZERS
-    )
     weight_decay: float | None = _how("RATE", "Weight decay of matrices. By default 0.")
     max_grad_norm: float | None = _how(
         "NORM", "Maximum gradient norm; 0 disables clipping. By default 1."
-    )
-    lora_rank: int | None = _how("N", "LoRA rank. By default 8.", min=1)
-    lora_alpha: int | None = _how("N", "LoRA alpha. By default twice the rank.", min=1)
-    rslora: bool = _how_flag("Divide --lora-alpha by the square root of the rank (rsLoRA).")
-    lora_dropout: float | None = _how("SHARE", "LoRA dropout. By default 0.")
-    lora_target: list[str] | None = _how(
-        "NAME", "Modules that get adapters, by name suffix. Repeatable."
-    )
-    train_vision: bool = _how_flag(
-        "Also train modules that only images reach, such as the vision tower; by default they are "
-        "frozen."
     )
     adapter: Path | None = _how(
         "DIR",
@@ -153,9 +121,6 @@ class TuneOptions(OptionGroup):
     )
     quantize: str | None = _how(
         "KIND", "Quantization of frozen weights: int8, int4 or nf4.", values=QUANTIZED
-    )
-    checkpointing: bool = _how_flag(
-        "Gradient checkpointing: recompute activations in the backward pass; less memory, slower."
     )
     seed: int | None = _how(
         "N", "Random seed for sample order, adapters and dropout. By default 0.", min=0
@@ -169,9 +134,6 @@ class TuneOptions(OptionGroup):
     )
     host_memory: str | None = _where("SIZE", "Host memory for experts, as for `duoka plan`.")
     replicas: str | None = _where("N", 'Data-parallel replicas. By default "auto": as many as fit.')
-    schedule: str | None = _where(
-        "NAME", "Pipeline schedule: 1f1b (the default), gpipe or sequential.", values=SCHEDULES
-    )
     plan: Path | None = _where("FILE", "Use a saved training plan instead of making one.")
     save: Path | None = _run("DIR", "Directory of the run: checkpoints, metrics and result.")
     resume: bool = _run_flag("Resume the run in --save; --gpus and --replicas may change the GPUs.")
@@ -269,9 +231,9 @@ def _refuse_conflicts(options: TuneOptions) -> None:
         options.refuse(
             "gpus", "replicas", beside="--plan, which already contains the GPUs", hint=either
         )
+    options.refuse_adapters()
     if options.method == "full":
-        adapters = "lora_rank", "lora_alpha", "rslora", "lora_dropout", "lora_target", "adapter"
-        options.refuse(*adapters, beside="--train full, which has no adapters", hint=either)
+        options.refuse("adapter", beside="--train full, which has no adapters", hint=either)
     if options.adapter is not None:
         shape = "lora_rank", "lora_alpha", "rslora", "lora_target"
         options.refuse(*shape, beside="--adapter, which has its own settings", hint=either)

@@ -15,7 +15,9 @@ from .constraints import Constraints
 from .request import PlanRequest
 
 _USUAL = Workload()
-_USUAL_TRAINING = Training()
+# The defaults of `duoka plan --train`; those of the Python API are for loops of the user.
+_USUAL_TRAINING = Training(schedule="1f1b")
+_USUAL_BATCH = 8  # sequences per optimizer step
 Options = dict[str, tuple[str, ...]]
 """The arguments of each option, its name included, by the option's name."""
 
@@ -53,8 +55,8 @@ def change(
 
 # Fields of `Training` with an option of the same name.
 _TRAINING = (
-    *("optimizer", "lora_rank", "lora_alpha", "lora_dropout", "micro_batches"),
-    *("schedule", "rows"),
+    *("optimizer", "lora_rank", "lora_alpha", "rslora", "lora_dropout", "schedule"),
+    "train_vision",
 )
 
 
@@ -69,7 +71,10 @@ def _option_values(request: PlanRequest) -> Iterator[tuple[str, object, object]]
     yield "--new-tokens", workload.new_tokens if training is None else None, None
     yield "--serve", is_served, False
     yield "--max-batch", request.largest == "batch", False
-    if request.largest != "batch":
+    if request.largest != "batch" and training is not None:
+        yield "--batch", workload.batch * training.micro_batches, _USUAL_BATCH
+        yield "--micro-batch", workload.batch, 1
+    elif request.largest != "batch":
         batch = ("--sequences", None) if is_served else ("--batch", _USUAL.batch)
         yield batch[0], workload.batch, batch[1]
     yield "--dtype", workload.dtype, _USUAL.dtype
@@ -86,12 +91,7 @@ def _option_values(request: PlanRequest) -> Iterator[tuple[str, object, object]]
         yield "--image-size", f"{width}x{height}", None
         yield "--vision-batch", workload.vision_batch or "none", "auto"
     if training is not None:
-        yield "--train", training.method, None
-        for name in _TRAINING:
-            yield _option(name), getattr(training, name), getattr(_USUAL_TRAINING, name)
-        yield "--lora-target", training.lora_targets, None
-        yield "--checkpointing", training.gradient_checkpointing, False
-        yield "--master-weights", training.master_weights, False
+        yield from _training_values(training)
     yield "--objective", request.objective, "auto"
     yield from _expert_values(constraints)
     yield "--use-all", request.use_all, False
@@ -100,6 +100,16 @@ def _option_values(request: PlanRequest) -> Iterator[tuple[str, object, object]]
     yield "--pin", tuple(f"{name}={device}" for name, device in constraints.pins), None
     yield "--reserve", tuple(f"{at}={size}B" for at, size in constraints.reserve), None
     yield "--offload", constraints.offload, False
+
+
+def _training_values(training: Training) -> Iterator[tuple[str, object, object]]:
+    """Yield (option, value, default) of the options for training."""
+    yield "--train", training.method, None
+    for name in _TRAINING:
+        yield _option(name), getattr(training, name), getattr(_USUAL_TRAINING, name)
+    yield "--lora-target", training.lora_targets, None
+    yield "--checkpointing", training.gradient_checkpointing, False
+    yield "--packing", training.rows == "packed", False
 
 
 def _expert_values(constraints: Constraints) -> Iterator[tuple[str, object, object]]:

@@ -151,9 +151,19 @@ class SuggestionSearch:
         yield from self._try("context", self._change(batch=batch), largest="context")
 
     def _shrink_batch(self, knob: str, problem: PlanProblem) -> Iterator[WayOut]:
-        """Suggest the largest batch that fits, under the name `knob`."""
-        if problem.largest is None and problem.device_map is None and self._workload.batch > 1:
+        """Suggest the largest batch that fits, under the name `knob`; in training micro-batch."""
+        workload, training = problem.workload, problem.workload.training
+        if problem.largest is not None or problem.device_map is not None or workload.batch == 1:
+            return
+        if training is None:
             yield from self._try(knob, problem, largest="batch")
+            return
+        # An optimizer step has as many sequences as before.
+        total = workload.batch * training.micro_batches
+        smaller = [size for size in range(workload.batch - 1, 0, -1) if total % size == 0]
+        changes = [(size, replace(training, micro_batches=total // size)) for size in smaller]
+        works = [replace(workload, batch=size, training=change) for size, change in changes]
+        yield from self._try(knob, *(replace(problem, workload=work) for work in works))
 
     def _smaller_schemes(self) -> list[str]:
         """Return the schemes with fewer bits than the requested quantization, most bits first."""
@@ -235,7 +245,7 @@ class SuggestionSearch:
         adapted: list[WayOut] = []
         if training.method != "lora":
             # From here on the training is LoRA, for which it is unknown if a single change fits.
-            training, single_change = replace(training, method="lora", master_weights=False), False
+            training, single_change = replace(training, method="lora"), False
             adapted = list(self._train("lora", training, single_change))
             yield from adapted
         for scheme in () if adapted else self._smaller_schemes():

@@ -111,19 +111,10 @@ def prepare(
         settings = settings.starting_from(native_adapter)
     if plan is not None:
         plan = _check_plan(plan, checkpoint, settings)
-    workload = settings.workload(checkpoint) if plan is None else plan.workload
-    checkpoint.fetch_tokenizer()
-    chat = chat_format_of(checkpoint, tokenizer_of(checkpoint, ChatGLMTokenizer))
-    datasets = _read_datasets(chat, data, settings, workload)
-    settings = _with_images(settings, datasets, chat)
-    workload = settings.workload(checkpoint) if plan is None else workload
-    _refuse_unfit_images(settings, workload)
+    settings, datasets = read_data(checkpoint, data, settings, plan)
     if native_adapter is not None:
+        workload = settings.workload(checkpoint) if plan is None else plan.workload
         _refuse_unfit_adapter(native_adapter, checkpoint, workload)
-    if plan is None and settings.seq_length is None and not settings.packing:
-        length = _sequence_length(datasets, checkpoint, workload)
-        settings = replace(settings, seq_length=length)
-        datasets = [replace(dataset, seq_length=length) for dataset in datasets]
     if settings.packing:
         refuse_packing(build_model(checkpoint, _FLOAT32).config)
     longest = int(datasets[0].lengths.argmax())
@@ -139,6 +130,28 @@ def prepare(
         else plans_for(checkpoint, fleet, settings, replicas, because=because),
         adapter=native_adapter,
     )
+
+
+def read_data(
+    checkpoint: Checkpoint, data: Sequence[str], settings: TuneSettings, plan: Plan | None = None
+) -> tuple[TuneSettings, list[Dataset]]:
+    """Read the samples; return the settings with the images and the length that they need.
+
+    The second result has the samples for training and, if there are any, those for evaluation.
+    With a plan its sequence length is kept, and its images must suffice.
+    """
+    workload = settings.workload(checkpoint) if plan is None else plan.workload
+    checkpoint.fetch_tokenizer()
+    chat = chat_format_of(checkpoint, tokenizer_of(checkpoint, ChatGLMTokenizer))
+    datasets = _read_datasets(chat, data, settings, workload)
+    settings = _with_images(settings, datasets, chat)
+    workload = settings.workload(checkpoint) if plan is None else workload
+    _refuse_unfit_images(settings, workload)
+    if plan is None and settings.seq_length is None and not settings.packing:
+        length = _sequence_length(datasets, checkpoint, workload)
+        settings = replace(settings, seq_length=length)
+        datasets = [replace(dataset, seq_length=length) for dataset in datasets]
+    return settings, datasets
 
 
 def _read_datasets(

@@ -1,12 +1,12 @@
 """Suggestions for an infeasible run, in options of `duoka tune`.
 
-The planner's suggestions have options of `duoka plan --train`. A run has other options and must
-keep its batch, so each suggestion is planned again as a run, and omitted if the run doesn't fit.
+The planner's suggestions are for a single replica. Each is planned again as a run, and omitted if
+the run doesn't fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -22,13 +22,12 @@ Attempt = Callable[[TuneSettings, str | None], Plan]
 # By option of `duoka plan`: the setting of a run, and the function that parses its value.
 _SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "--context": ("seq_length", int),
-    "--batch": ("micro_batch", int),
+    "--micro-batch": ("micro_batch", int),
     "--optimizer": ("optimizer", str),
     "--lora-rank": ("lora_rank", int),
     "--train": ("method", str),
     "--quantize": ("quantize", str),
 }
-_OPTIONS = {"seq_length": "--context", "method": "--train"}
 _SHARDED = (
     "; to shard optimizer states over GPUs, export a plan to torchtitan (duoka plan --train full "
     "--export torchtitan)"
@@ -66,40 +65,12 @@ def _as_run(way: WayOut, settings: TuneSettings, attempt: Attempt) -> WayOut | N
             changes[name] = read(next(arguments))
         else:
             return None
-    for change in _in_whole_micro_batches(changes, settings):
-        with suppress(DuokaError):
-            plan = attempt(replace(settings, **change), gpus)
-            size = f" of {way.batch}", f" of {plan.workload.batch}"
-            return replace(
-                way,
-                text=way.text.replace(*size) if way.kind == "batch" else way.text,
-                options=(*_options(change), *(() if gpus is None else ("--gpus", gpus))),
-                without=(),
-                batch=plan.workload.batch,
-                num_gpus=len(plan.devices),
-                free_bytes=min(stage.free_bytes for stage in plan.forecast.devices),
-            )
+    with suppress(DuokaError):
+        plan = attempt(replace(settings, **changes), gpus)
+        return replace(
+            way,
+            without=(),
+            num_gpus=len(plan.devices),
+            free_bytes=min(stage.free_bytes for stage in plan.forecast.devices),
+        )
     return None
-
-
-def _in_whole_micro_batches(
-    changes: dict[str, Any], settings: TuneSettings
-) -> Iterator[dict[str, Any]]:
-    """Yield the changes with each smaller or equal micro-batch dividing the batch, largest first.
-
-    Changes without a micro-batch are yielded unchanged.
-    """
-    if "micro_batch" not in changes:
-        yield changes
-        return
-    for size in range(changes["micro_batch"], 0, -1):
-        if settings.batch % size == 0:
-            yield {**changes, "micro_batch": size}
-
-
-def _options(changes: dict[str, Any]) -> Iterator[str]:
-    """Yield the command-line options of changed settings."""
-    for name, value in changes.items():
-        yield _OPTIONS.get(name, f"--{name.replace('_', '-')}")
-        if value is not True:
-            yield str(value)
