@@ -128,7 +128,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             work,
             new_tokens=0,
             quantize=quantize,
-            training=Training(gradient_checkpointing=again, **training),
+            training=Training(
+                gradient_checkpointing=again, master_weights=True, rows="unpadded", **training
+            ),
         )
         for quantize, training in TRAININGS
         for again in (False, True)
