@@ -164,6 +164,9 @@ def check(
     fixes.check()
     check_file(output.sarif, "the SARIF log")
     how_to_train, options = run.read(options)
+    if how_to_train is not None:  # a loop of the user's: rows with a mask, weights of one dtype
+        how_to_train = replace(how_to_train, master_weights=False, rows="padded")
+        how_to_train = replace(how_to_train, schedule="sequential", micro_batches=1)
     images = [parse_pixels(options.image_size or IMAGE_SIZE)] * (options.images or 0)
     if images:  # `duoka.check` gets `images`, and plans for them
         from duoka.base.images import refuse_size
