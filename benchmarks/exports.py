@@ -1,6 +1,6 @@
 """Exports held against the tools' own parsers, cut out of their packages.
 
-    pip download --no-deps -d wheels vllm==0.33.0 sglang==0.5.23 torchtitan==0.3.0 ms-swift==4.6.0
+    pip download --no-deps -d wheels vllm==0.33.0 sglang==0.5.23 ms-swift==4.6.0
     for wheel in wheels/*.whl; do python -m zipfile -e "$wheel" tools; done
     python benchmarks/exports.py tools
 
@@ -15,14 +15,12 @@ SGLang's and vLLM's `forward` takes, and whether vLLM's is `SupportsPP`, with al
 from __future__ import annotations
 
 import ast
-import copy
 import json
 import logging
 import os
 import shlex
 import sys
 import tempfile
-import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -32,7 +30,6 @@ from types import SimpleNamespace
 from typing import Any, Union
 
 from planner_models import MACHINES, MODELS
-from torch import nn
 from transformers import TrainingArguments
 
 import duoka
@@ -257,28 +254,6 @@ def sglang(tool: Tool, plan: duoka.Plan) -> None:
     assert options.keys() <= declared, options.keys() - declared
 
 
-def torchtitan(tool: Tool, plan: duoka.Plan) -> None:
-    split = tool.function(
-        "distributed/pipeline_parallel.py", "_split_module",
-        copy=copy, nn=nn, ModuleDict=nn.ModuleDict, ModuleList=nn.ModuleList,
-    )  # fmt: skip
-    read = tomllib.loads(duoka.export(plan, "torchtitan").text)["parallelism"]
-    num = bounds(plan)[-1][1]
-    whole = nn.Module()
-    whole.tok_embeddings, whole.norm, whole.lm_head = (nn.Linear(1, 1) for _ in range(3))
-    whole.layers = nn.ModuleDict({str(number): nn.Linear(1, 1) for number in range(num)})
-    kept = [
-        {name.rpartition(".")[0] for name, _ in split(whole, names).named_parameters()}
-        for names in read["module_fqns_per_model_part"]
-    ]
-    for place, (start, stop) in enumerate(bounds(plan)):
-        expected = {f"layers.{number}" for number in range(start, stop)}
-        expected |= {"tok_embeddings"} if place == 0 else set()
-        expected |= {"norm", "lm_head"} if place == len(kept) - 1 else set()
-        assert kept[place] == expected
-    assert sum(map(len, kept)) == num + 3
-
-
 def swift(tool: Tool, plan: duoka.Plan) -> None:
     folder = "arguments/base_args/model_args.py"
     declared = tool.options("arguments/*.py", "arguments/base_args/*.py", "trainers/arguments.py")
@@ -349,7 +324,7 @@ def compare_swift_models(root: Path) -> int:
     return wrong
 
 
-TOOLS = {"vllm": vllm, "sglang": sglang, "swift": swift, "torchtitan": torchtitan}
+TOOLS = {"vllm": vllm, "sglang": sglang, "swift": swift}
 
 
 def plans() -> Iterator[duoka.Plan]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from torch.distributed.pipelining import SplitPoint
-
 
 def parsed(text: str) -> tuple[dict[str, str], list[str], dict[str, str]]:
     """Environment, words and options of a command line, as a shell reads them."""
@@ -26,9 +24,6 @@ def parsed(text: str) -> tuple[dict[str, str], list[str], dict[str, str]]:
 
 def assigned(text: str) -> dict[str, Any]:
     """What the assignments at the top of a program give."""
-    names: dict[str, Any] = {"SplitPoint": SplitPoint}
-    top = text.split("\n\nimport torch")[0] if "max_memory" in text else text
-    lines = [line for line in top.split("\n") if not line.startswith(("#", "from", "assert"))]
-    kept = "\n".join(lines).partition("\npipe =")[0].partition("\nstages =")[0]
-    exec(kept, names)
+    names: dict[str, Any] = {}
+    exec(text.split("\n\nimport torch")[0], names)
     return names

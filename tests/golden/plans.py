@@ -45,7 +45,7 @@ LLAMA = {
 QUANTIZED = ("gptq", "awq", "nf4", "fp8", "fp8 experts", "pack")
 MAP = {"transformer.embedding": 0, "transformer.encoder": 1, "transformer.output_layer": 0,
        "transformer.rotary_pos_emb": 1}  # fmt: skip
-EXPORTS = ("accelerate", "vllm", "sglang", "llama.cpp", "torch-pipelining", "torchtitan")
+EXPORTS = ("accelerate", "vllm", "sglang", "llama.cpp")
 
 # A model, and options that go with each of a list of fleets.
 CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = (

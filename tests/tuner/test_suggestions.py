@@ -67,12 +67,6 @@ def test_a_way_that_a_run_does_not_have_is_left_out(plan: Plan) -> None:
     assert "larger GPUs" in str(none.hint)
 
 
-@pytest.mark.parametrize(("method", "is_told"), [("lora", False), ("full", True)])
-def test_full_fine_tuning_has_another_way(method: Any, is_told: bool) -> None:
-    error = with_suggestions(InfeasibleError("no"), TuneSettings(method=method), lambda *_: plan)
-    assert ("export a plan to torchtitan" in str(error)) == is_told
-
-
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     path = tuning.write_model("llama", tmp_path_factory.mktemp("models") / "llama")

@@ -50,8 +50,7 @@ class PlanOutput(OptionGroup):
     )
     export: str | None = option(
         "TOOL",
-        "Print the plan in the form of another tool: accelerate, vllm, sglang, llama.cpp, "
-        "torch-pipelining or torchtitan.",
+        "Print the plan in the form of another tool: accelerate, vllm, sglang, llama.cpp or swift.",
         values=TOOLS,
     )
     gguf: Path | None = option(

@@ -28,10 +28,6 @@ _SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "--train": ("method", str),
     "--quantize": ("quantize", str),
 }
-_SHARDED = (
-    "; to shard optimizer states over GPUs, export a plan to torchtitan (duoka plan --train full "
-    "--export torchtitan)"
-)
 
 
 def with_suggestions(
@@ -39,7 +35,7 @@ def with_suggestions(
 ) -> InfeasibleError:
     """Return the error with its suggestions converted to options of `duoka tune`."""
     plain = InfeasibleError(
-        f"{error}{_SHARDED if settings.method == 'full' else ''}",
+        str(error),
         hint="use more or larger GPUs, or a smaller model",
         shortfall_bytes=error.shortfall_bytes,
     )

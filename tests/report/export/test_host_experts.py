@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from duoka import Plan, export
 from duoka.errors import FormatError, UsageError
 from duoka.planner.plan_profile import cached_profile
-from duoka.report.export import TOOLS
 from duoka.report.export.host_experts import layer_bytes
 
 IDS = torch.arange(12).reshape(1, 12)
@@ -247,14 +246,3 @@ def test_accelerate_refuses_what_fails_there() -> None:
     coded = replace(base(1).request, trust_remote_code=True)
     with pytest.raises(UsageError, match="no module of all experts"):
         export(replace(hosting([1]), request=coded), "accelerate", names="checkpoint")
-
-
-# ── the others ──
-
-
-@pytest.mark.parametrize("tool", ["torch-pipelining", "torchtitan"])
-def test_stages_of_one_device_are_refused(tool: str) -> None:
-    assert tool in TOOLS
-    with pytest.raises(UsageError, match="the experts of 2 layers are in host memory") as refused:
-        export(hosting([1, 2]), tool)
-    assert "llama.cpp" in (refused.value.hint or "")

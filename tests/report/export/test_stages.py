@@ -12,7 +12,7 @@ from duoka.errors import UsageError
 from duoka.report.export import TOOLS
 from duoka.report.export.stages import to_layer_pipeline
 
-LAYERED = [tool for tool in TOOLS if tool not in ("accelerate", "swift", "torch-pipelining")]
+LAYERED = [tool for tool in TOOLS if tool not in ("accelerate", "swift")]
 
 
 def test_a_plan_is_read_as_stages() -> None:
@@ -23,8 +23,6 @@ def test_a_plan_is_read_as_stages() -> None:
         [5, 3, 2],
     )
     assert [stage.device.name for stage in pipeline.stages] == ["cuda:0", "cuda:1", "cuda:2"]
-    assert pipeline.before == ("model.embed_tokens", "model.rotary_emb")
-    assert pipeline.after == ("model.norm", "lm_head")
     assert pipeline.returning == ()
 
 
@@ -33,7 +31,6 @@ def test_a_head_that_returns_is_told() -> None:
     assert to_layer_pipeline(plan, "tool").returning == ("lm_head",)
     for tool in LAYERED:
         assert "lm_head is tied" in str(export(plan, tool))
-    assert "lm_head is tied" in str(export(plan, "torch-pipelining"))
 
 
 def test_a_vision_tower_before_the_layers_counts_as_one_part() -> None:
@@ -72,7 +69,7 @@ def test_what_is_no_pipeline_is_refused(tool: str) -> None:
 
 def test_offload_is_refused_where_it_can_not_be_told() -> None:
     plan = replace(staged([3, 2]), offloaded=("model.layers.0", "model.layers.1"))
-    for tool in (*LAYERED, "torch-pipelining"):
+    for tool in LAYERED:
         with pytest.raises(UsageError, match="2 modules are offloaded to CPU memory"):
             export(plan, tool)
     assert "'model.layers.1': 'cpu'" in export(plan, "accelerate").text
@@ -83,8 +80,6 @@ def test_a_model_without_layers_goes_on_one_device() -> None:
     whole = rearranged(plan, (("encoder", "cuda:0"), ("head", "cuda:0")))
     assert "--pipeline-parallel-size" not in export(whole, "vllm").text
     assert "--split-mode none" in export(whole, "llama.cpp").text
-    with pytest.raises(UsageError, match="names no layers"):
-        export(whole, "torchtitan")
 
 
 def test_nothing_in_a_plan_gets_out_of_its_quotes() -> None:

@@ -1,12 +1,8 @@
-"""accelerate, torch's pipelines and torchtitan: read by the tools or their rules.
-
-`benchmarks/exports.py` asks the functions of torchtitan themselves.
-"""
+"""accelerate, as the library reads it; plans for training."""
 
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +13,8 @@ import tuning
 from accelerate.utils import get_max_memory
 from accelerate.utils.modeling import check_device_map
 from exported import assigned
-from staged import placed, staged
+from staged import staged
 from torch import nn
-from torch.distributed.pipelining import SplitPoint, pipeline
 from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
@@ -127,70 +122,6 @@ def test_accelerates_program_pins_the_revision_and_quantizes() -> None:
         assert (given["model"], given["revision"]) == ("zai-org/glm-4-9b", commit)
         assert given["device_map"]["model.layers.3"] == 1
         assert given["quantization_config"].to_dict() == expected.to_dict()
-
-
-# torch's own, of its splitter.
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
-def test_torch_splits_the_model_as_planned(model: Decoder, split_plan: Plan) -> None:
-    names = assigned(export(split_plan, "torch-pipelining").text)
-    example = {"input_ids": IDS}
-    pipe = pipeline(model, mb_args=(), mb_kwargs=example, split_spec=names["split_spec"])
-    assert pipe.num_stages == names["num_stages"] == 3
-    for number, device in enumerate(split_plan.devices):
-        inside = {name for name, _ in pipe.get_stage_module(number).named_parameters()}
-        for module, at in split_plan.placement.entries:
-            parameters = [
-                f"{module}.{name}" for name, _ in model.get_submodule(module).named_parameters()
-            ]
-            assert all((name in inside) == (at == device) for name in parameters), module
-    with torch.no_grad():
-        (found,) = pipe(**example)
-        torch.testing.assert_close(found, model(**example))
-
-
-def test_a_stage_that_returns_joins_the_last_one() -> None:
-    done = export(placed(staged([3, 2]), lm_head="cuda:0"), "torch-pipelining")
-    assert assigned(done.text)["split_spec"] == {"model.layers.3": SplitPoint.BEGINNING}
-    with pytest.raises(UsageError, match="cuda:0 has modules in several places"):
-        export(
-            placed(staged([3, 2]), model__layers__3="cuda:1", model__layers__4="cuda:0"),
-            "torch-pipelining",
-        )
-
-
-def test_cuts_within_layers_are_fine_for_torch() -> None:
-    base = staged([3, 2])
-    parts = tuple(
-        (f"model.layers.{number}.{part}", "cuda:0" if number + (part == "mlp") < 3 else "cuda:1")
-        for number in range(5)
-        for part in ("attention", "mlp")
-    )
-    cut = replace(base, placement=replace(base.placement, entries=parts))
-    names = assigned(export(cut, "torch-pipelining").text)
-    assert list(names["split_spec"]) == ["model.layers.2.mlp"]
-
-
-def kept_by_torchtitan(parts: list[list[str]], num_layers: int) -> list[list[str]]:
-    """What torchtitan's documented rule keeps of its model in each stage: names as paths."""
-    whole = ["tok_embeddings", *(f"layers.{n}" for n in range(num_layers)), "norm", "lm_head"]
-    return [[name for name in whole if name in part] for part in parts]
-
-
-def test_torchtitan_keeps_every_module_once() -> None:
-    training = Training(schedule="gpipe", micro_batches=4)
-    workload = Workload(
-        prompt_tokens=512, new_tokens=0, dtype="bfloat16", training=training,
-        prefill_chunk_tokens=None,
-    )  # fmt: skip
-    done = export(replace(staged([4, 2]), workload=workload), "torchtitan")
-    read = tomllib.loads(done.text)["parallelism"]
-    assert read["pipeline_parallel_degree"] == len(read["module_fqns_per_model_part"]) == 2
-    assert read["pipeline_parallel_schedule"] == "GPipe"
-    parts = read["module_fqns_per_model_part"]
-    assert kept_by_torchtitan(parts, 6) == parts
-    assert parts[0] == ["tok_embeddings", *(f"layers.{number}" for number in range(4))]
-    assert parts[1] == ["layers.4", "layers.5", "norm", "lm_head"]
-    assert "for generation" not in str(done)
 
 
 @pytest.mark.parametrize("tool", ["vllm", "sglang", "llama.cpp"])

@@ -7,7 +7,7 @@ express is refused; differences between the plan and the tool's behavior are not
 - `text`, `common`, `stages`: shared parts: shell text, GPUs and models, stages of whole layers
 - `host_experts`: the layers whose experts are in host memory
 - `gguf_file`: the weights of a GGUF file on each device
-- `accelerate`, `vllm`, `sglang`, `llamacpp`, `swift`, `torch_pipelining`: the tools
+- `accelerate`, `vllm`, `sglang`, `llamacpp`, `swift`: the tools
 """
 
 from .export import TOOLS, export, plan_for_tool, refuse_tool

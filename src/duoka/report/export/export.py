@@ -13,9 +13,8 @@ from duoka.forecast.profile import Profile
 from duoka.planner.plan import Plan
 from duoka.planner.plan_profile import CONVENTIONS, Convention, cached_profile
 
-from . import accelerate, llamacpp, sglang, swift, torch_pipelining, vllm
+from . import accelerate, llamacpp, sglang, swift, vllm
 from .gguf_file import check_gguf, read_gguf
-from .host_experts import refuse_host_experts
 from .stages import Pins, pipeline_pins, to_layer_pipeline
 from .text import Export
 
@@ -24,8 +23,6 @@ _EXPORTERS: dict[str, Callable[[Plan, Profile | None], Export]] = {
     "sglang": sglang.export,
     "llama.cpp": llamacpp.export,
     "swift": swift.export,
-    "torch-pipelining": torch_pipelining.export_torch,
-    "torchtitan": torch_pipelining.export_titan,
 }
 TOOLS = (accelerate.NAME, *_EXPORTERS)
 _SERVERS = ("vllm", "sglang", "llama.cpp")
@@ -45,8 +42,7 @@ def export(
     ----------
     plan : Plan
     tool : str
-        "accelerate", "vllm", "sglang", "llama.cpp", "swift", "torch-pipelining" or
-        "torchtitan".
+        "accelerate", "vllm", "sglang", "llama.cpp" or "swift".
     profile : Profile, optional
         Profile of the plan's model, for the size of the KV cache; by default the cached profile.
         Without a profile the tool chooses the size.
@@ -72,12 +68,10 @@ def export(
     """
     refuse_tool(tool, names, gguf)
     if tool in _SERVERS and plan.workload.training is not None:
-        hint = "plan without training, or export to swift, torch-pipelining or torchtitan"
+        hint = "plan without training, or export to swift"
         raise UsageError(f"{tool} is for inference, and the plan is for training", hint=hint)
     if tool == accelerate.NAME:
         return accelerate.export(plan, profile, names)
-    if plan.host_experts and tool not in (*_SERVERS, "swift"):
-        refuse_host_experts(plan, tool, "a stage has all its weights on one device")
     profile = profile or cached_profile(plan)
     if gguf is not None:
         return llamacpp.export(plan, profile, read_gguf(Path(gguf)))
@@ -90,7 +84,7 @@ def plan_for_tool(plan: Plan, tool: str, plan_again: Callable[[Pins], Plan]) -> 
     `plan_again` plans with additional pins. If no plan of whole layers fits, the plan itself is
     returned, and its export is refused.
     """
-    if tool in (accelerate.NAME, "swift", "torch-pipelining") or plan.offloaded:
+    if tool not in _SERVERS or plan.offloaded:
         return plan
     try:
         to_layer_pipeline(plan, tool)

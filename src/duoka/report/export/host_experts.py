@@ -1,7 +1,6 @@
 """Experts in host memory: the layers of a plan that have them, and the tools without such a place.
 
 llama.cpp, SGLang with KTransformers, vLLM and accelerate have options for them (see their modules).
-The stages of torch.distributed.pipelining and torchtitan are modules of one device.
 """
 
 from __future__ import annotations

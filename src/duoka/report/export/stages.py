@@ -38,15 +38,13 @@ class LayerPipeline:
     """A plan in stages of whole layers, in execution order.
 
     `layers` is the name of the model's list of layers; it is empty if the plan, for one device,
-    doesn't list layers. The modules `before` the first layer are on the first stage's device. The
-    modules `after` the last layer are on the last stage's device, except the modules `returning` to
+    doesn't list layers. The modules before the first layer are on the first stage's device. The
+    modules after the last layer are on the last stage's device, except the modules `returning` to
     the first stage's device: a head tied to the embedding.
     """
 
     layers: str
     stages: tuple[LayerStage, ...]
-    before: tuple[str, ...]
-    after: tuple[str, ...]
     returning: tuple[str, ...]
 
     @property
@@ -87,7 +85,7 @@ def to_layer_pipeline(plan: Plan, tool: str) -> LayerPipeline:
         if len(plan.devices) > 1:
             raise export_error(tool, "its modules are not a numbered list of layers", _OTHER_PLAN)
         stages = _stages(plan, tool, plan.devices)
-        return LayerPipeline(layers="", stages=stages, before=(), after=(), returning=())
+        return LayerPipeline(layers="", stages=stages, returning=())
     layer_devices = _devices_of_layers(plan, tool, main)
     first, last = layer_devices[0], layer_devices[-1]
     is_layer = [(layer_of(name) or ("",))[0] == main for name, _ in entries]
@@ -108,8 +106,6 @@ def to_layer_pipeline(plan: Plan, tool: str) -> LayerPipeline:
     return LayerPipeline(
         layers=main,
         stages=_stages(plan, tool, layer_devices),
-        before=tuple(name for name, _ in before),
-        after=tuple(name for name, _ in after),
         returning=tuple(name for name, _ in returning),
     )
 
