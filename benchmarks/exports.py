@@ -34,7 +34,6 @@ from transformers import TrainingArguments
 
 import duoka
 from duoka.report.export.stages import to_layer_pipeline
-from duoka.serve.vllm import VllmOptions, commands
 
 SHAPES = ("glm-4-9b-chat", "llama-3.1-8b", "qwen2.5-32b")
 PLACES = ("2 x 24", "24 + 12", "12 + 24", "80 + 24", "8 + 12 + 24", "8 unequal")
@@ -235,12 +234,6 @@ def vllm(tool: Tool, plan: duoka.Plan) -> None:
     assert [parse(bounds(plan)[-1][1], rank, size) for rank in range(size)] == bounds(plan)
     declared = tool.options("engine/arg_utils.py", "entrypoints/common/cli_args.py")
     assert options.keys() <= declared, options.keys() - declared
-    # What `duoka serve --engine vllm` adds.
-    served = replace(plan, source="model")
-    alone = VllmOptions(python=Path("python"))
-    for each in commands(served, alone):
-        names = {word for word in each.arguments if word.startswith("--")}
-        assert names <= declared, names - declared
 
 
 def sglang(tool: Tool, plan: duoka.Plan) -> None:

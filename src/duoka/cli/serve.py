@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 import duoka
 from duoka.api.plan import plan_copies, plan_request
 from duoka.base.files import reading
@@ -31,8 +29,6 @@ if TYPE_CHECKING:
 
 _KEY_VARIABLE = "DUOKA_API_KEY"
 _LEAST_KEY_CHARACTERS = 8
-_VLLM = "Another engine"
-_ENGINES = ("duoka", "vllm")
 _CLUSTERS = ("ray",)
 _REASONING = ("on", "off", "auto")
 _PORT, _MAX_QUEUE = 8000, 256
@@ -43,7 +39,7 @@ _PlanToServe = Annotated[PlanOptions, all_but(PlanOptions, "max_context", "max_b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions(OptionGroup):
-    """Options of the server: its address, its clients and its engine."""
+    """Options of the server: its address and its clients."""
 
     host: str | None = option(
         "ADDRESS", "Address to listen on. By default 127.0.0.1, reachable from this machine only."
@@ -73,15 +69,6 @@ class ServeOptions(OptionGroup):
         "ray: run on the nodes of a Ray cluster; --replicas may then be a range such as 2-6.",
         names=("--on",),
         values=_CLUSTERS,
-    )
-    engine: str | None = option(
-        "NAME", "Inference engine: duoka (the default) or vllm.", panel=_VLLM, values=_ENGINES
-    )
-    engine_python: Path | None = option(
-        "FILE", "Python executable of the environment with vLLM.", panel=_VLLM
-    )
-    engine_arg: list[str] | None = option(
-        "ARGUMENT", "Additional argument for vLLM. Repeatable.", panel=_VLLM
     )
 
     def address(self) -> Address:
@@ -123,11 +110,6 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
 
     [bold]duoka serve[/] ./glm-4-9b-chat --host 0.0.0.0 --api-key-file key --port 8080
     """
-    if choose("engine", server.engine or "duoka", _ENGINES) == "vllm":
-        _serve_with_vllm(server, options, model)
-        return
-    vllm_options = "engine_python", "engine_arg"
-    server.refuse(*vllm_options, beside="duoka's own engine", hint="add --engine vllm")
     for module in ("fastapi", "uvicorn", "prometheus_client"):
         require_package(module, "serve", "the server needs")
     address = server.address()
@@ -243,35 +225,6 @@ def _serve_on_ray(
     note(f"replicas: {number}, each on {gpus} of {', '.join(cluster.names)}")
     show = partial(_show_address, model=settings.model, has_key=address.key is not None)
     serve_on_ray(cluster, (low, high), settings, address, on_ready=show)
-
-
-def _serve_with_vllm(server: ServeOptions, options: PlanOptions, model: ModelOptions) -> None:
-    """Start vLLM with the plan's stages, and end with vLLM's exit code."""
-    from duoka.serve.vllm import VllmOptions, serve_with_vllm
-
-    beside, hint = "--engine vllm", "omit one of them"
-    names = "max_queue", "allow_image_urls", "cluster", "reasoning"
-    server.refuse(*names, beside=beside, hint=hint)
-    options.refuse("replicas", "adapter", beside=beside, hint=hint)
-    if server.engine_python is None:
-        raise UsageError(
-            "--engine vllm needs --engine-python: vLLM has its own environment",
-            hint="--engine-python /opt/vllm/bin/python",
-        )
-    address = server.address()
-    chosen = VllmOptions(
-        python=server.engine_python,
-        host=address.host,
-        port=address.port,
-        name=server.name,
-        api_key=address.key,
-        trust_remote_code=model.trust_remote_code,
-        arguments=tuple(server.engine_arg or ()),
-    )
-    plan = planning.find_plan(model, _with_paged_cache(options), to_run=True)[0]
-    code = serve_with_vllm(plan.on_this_machine(), chosen, note)
-    if code:
-        raise typer.Exit(code)
 
 
 def _with_paged_cache(options: PlanOptions) -> PlanOptions:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from duoka.base.units import format_bytes
 from duoka.forecast.profile import Profile
@@ -44,35 +43,10 @@ BLOCK_TOKENS = 16
 _UTILIZATION = 0.92
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmCommand:
-    """Arguments of ``vllm serve`` for a plan.
-
-    `rank_bytes` is the KV cache size of each rank in the order of stages, or None if unknown.
-    """
-
-    pipeline: LayerPipeline
-    model: str
-    environment: tuple[tuple[str, str], ...]
-    options: tuple[tuple[str, str], ...]
-    rank_bytes: tuple[int, ...] | None
-
-
 def export(plan: Plan, profile: Profile | None) -> Export:
-    """Write the plan as a shell command."""
-    command = read_command(plan, profile)
-    words = ["vllm", "serve", command.model, *common.code_option(plan)]
-    return Export(
-        tool=NAME,
-        text=format_command(command.environment, words, command.options),
-        notes=tuple(_notes(plan, command, profile)),
-    )
-
-
-def read_command(plan: Plan, profile: Profile | None) -> VllmCommand:
-    """Convert a plan to environment and options; UsageError if vLLM cannot express it."""
+    """Write the plan as a shell command; UsageError if vLLM can't express it."""
     pipeline = to_layer_pipeline(plan, NAME)
-    common.class_notes(plan, pipeline, NAME)
+    foreign = common.class_notes(plan, pipeline, NAME)
     workload, num = plan.workload, len(pipeline.stages)
     environment = common.visible_environment(NAME, pipeline.devices)
     if common.is_on_modelscope(plan):
@@ -97,12 +71,11 @@ def read_command(plan: Plan, profile: Profile | None) -> VllmCommand:
     if rank_bytes is not None:
         options.append(("--kv-cache-memory-bytes", str(max(rank_bytes))))
         options += _utilization_option(pipeline)
-    return VllmCommand(
-        pipeline=pipeline,
-        model=common.model_name(plan),
-        environment=tuple(environment),
-        options=tuple(options),
-        rank_bytes=rank_bytes,
+    words = ["vllm", "serve", common.model_name(plan), *common.code_option(plan)]
+    return Export(
+        tool=NAME,
+        text=format_command(environment, words, options),
+        notes=(*foreign, *_notes(plan, pipeline, rank_bytes, profile)),
     )
 
 
@@ -181,10 +154,13 @@ def _utilization_option(pipeline: LayerPipeline) -> list[tuple[str, str]]:
     return [("--gpu-memory-utilization", f"{share:.2f}")] if 0 < share < _UTILIZATION else []
 
 
-def _notes(plan: Plan, command: VllmCommand, profile: Profile | None) -> Iterator[str]:
-    """Yield the differences between the plan and vLLM."""
-    pipeline = command.pipeline
-    yield from common.class_notes(plan, pipeline, NAME)
+def _notes(
+    plan: Plan,
+    pipeline: LayerPipeline,
+    rank_bytes: Sequence[int] | None,
+    profile: Profile | None,
+) -> Iterator[str]:
+    """Yield the differences between the plan and vLLM; `rank_bytes` as of `_rank_bytes`."""
     yield from common.common_notes(plan, pipeline)
     yield from common.source_note(plan)
     yield from common.bits_notes(plan, NAME)
@@ -199,14 +175,14 @@ def _notes(plan: Plan, command: VllmCommand, profile: Profile | None) -> Iterato
             "step by default, over all sequences (8192 or 16384 on the largest GPUs), which "
             "needs no more memory. --max-num-batched-tokens changes it."
         )
-    if command.rank_bytes is None:
+    if rank_bytes is None:
         yield (
             f"NOTE: without --kv-cache-memory-bytes vLLM fills {_UTILIZATION:.0%} of every GPU, "
             "and gives all ranks the number of cache blocks of the smallest."
         )
         return
     if len(pipeline.stages) > 1:
-        sizes_by_rank = zip(pipeline.devices, command.rank_bytes, strict=True)
+        sizes_by_rank = zip(pipeline.devices, rank_bytes, strict=True)
         shares = ", ".join(f"{device.name} {format_bytes(size)}" for device, size in sizes_by_rank)
         yield (
             "vLLM gives all ranks the same number of cache blocks. With --kv-cache-memory-bytes "
