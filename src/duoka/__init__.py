@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from .forecast.workload import Training, Workload
     from .hardware.device import Device, Link
     from .hardware.fleet import Fleet
-    from .planner.compare import compare
     from .planner.constraints import Constraints
     from .planner.explain import explain
     from .planner.placement import Placement
@@ -49,7 +48,6 @@ __all__ = [
     "TuneSettings",
     "Workload",
     "check",
-    "compare",
     "dispatch",
     "errors",
     "explain",
@@ -75,7 +73,6 @@ _NAMES = {
     "forecast.workload": ("Training", "Workload"),
     "hardware.device": ("Device", "Link"),
     "hardware.fleet": ("Fleet",),
-    "planner.compare": ("compare",),
     "planner.constraints": ("Constraints",),
     "planner.explain": ("explain",),
     "planner.placement": ("Placement",),

@@ -1,4 +1,4 @@
-"""What ``duoka plan`` hands out besides the plan, and ``duoka compare``."""
+"""What ``duoka plan`` hands out besides the plan."""
 
 from __future__ import annotations
 
@@ -96,18 +96,3 @@ def test_an_export_plans_in_stages_that_the_tool_takes(program: Program, tmp_pat
     # The plan that is saved is the one that was exported, and asked for by its pins the same.
     assert program("plan", "--plan", saved, "--export", "llama.cpp").stdout == done.stdout
     assert program("plan", config, *gpus, *pins, "--export", "llama.cpp").stdout == done.stdout
-
-
-def test_two_plans_are_compared(tiny: Path, program: Program, tmp_path: Path) -> None:
-    one, all_of_them = tmp_path / "one.plan", tmp_path / "all.plan"
-    program("plan", tiny, *GPUS, *SIZES, "--save", one)
-    program("plan", tiny, *GPUS, *SIZES, "--use-all", "--save", all_of_them)
-    done = program("compare", one, all_of_them)
-    assert (done.returncode, without_progress(done.stderr)) == (0, "")
-    assert max(map(len, done.stdout.splitlines())) <= 80
-    assert "GPUs used" in done.stdout
-    assert "vgpu:0 → vgpu:1" in done.stdout
-    data = json.loads(program("compare", one, all_of_them, "--json").stdout)
-    assert data["differences"][0]["what"] == "GPUs used"
-    assert program("compare", one, one).stdout == "the plans are equal\n"
-    assert program("compare", one, tmp_path / "none").returncode == 10

@@ -22,12 +22,11 @@ from duoka.errors import FleetError, FormatError, UsageError
 from duoka.forecast.workload import Workload
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
-from duoka.planner.compare import compare
 from duoka.planner.plan import Plan
 from duoka.planner.request import PlanProblem
 from duoka.planner.solve import find_plan
 from duoka.report.export import TOOLS, export
-from duoka.report.terminal import render_comparison, render_plan
+from duoka.report.terminal import render_plan
 
 _PLAN = replace(
     find_plan(
@@ -88,10 +87,7 @@ def shown(plan: Plan, columns: int) -> None:
 
 
 def handed_out(plan: Plan) -> None:
-    """It is drawn, put beside another, and told to other tools, or refused."""
-    console = Console(file=io.StringIO(), width=40)
-    with suppress(UsageError):  # training beside generating
-        console.print(render_comparison(compare(_PLAN, plan), ("a", "b")))
+    """It is told to other tools, or refused."""
     for tool in TOOLS:
         with suppress(UsageError):
             done = export(plan, tool)

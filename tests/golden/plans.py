@@ -234,7 +234,6 @@ def _asked() -> Iterator[tuple[str, ...]]:
     """What else is asked of plans that are made."""
     found = [name for name in EXPLAINED if records.is_wanted(name)]
     yield from (("explain", name) for name in found)
-    yield from (("compare", found[0], name) for name in found[1:])
     yield from (("copies", *case) for case in REPLICAS if records.is_wanted(" ".join(case)))
 
 
@@ -352,7 +351,7 @@ def ranges(names: list[str]) -> str:
 
 def _reasons_of(asked: tuple[str, ...]) -> list[tuple[str, str]]:
     kind, *words = asked
-    kinds = {"explain": explained, "compare": compared, "copies": copies}
+    kinds = {"explain": explained, "copies": copies}
     return list(kinds[kind](*words))
 
 
@@ -368,14 +367,6 @@ def explained(name: str) -> Iterator[tuple[str, str]]:
         done = run("plan", "--plan", file, "--export", tool)
         text = f"exit {done.code}\n{done.out}{done.err}"
         yield f"export {tool} {name}", records.shortened(_told(text))
-
-
-def compared(first: str, second: str) -> Iterator[tuple[str, str]]:
-    """Two plans side by side."""
-    done = run("compare", _file(first), _file(second))
-    text = f"exit {done.code}\n{done.out}{done.err}"
-    text = text.replace(str(_file(first)), "first.plan")
-    yield f"compare {first} with {second}", _told(text.replace(str(_file(second)), "second.plan"))
 
 
 def copies(model: str, options: str, fleet: str) -> Iterator[tuple[str, str]]:

@@ -4,7 +4,7 @@ Answers go to the standard output, everything else to the standard error. Module
 are imported inside the commands, so that ``--help`` starts at once.
 
 - `main`: the program and its commands; `signals`, `errors`, `machine`: signals and error reports
-- `plan`, `check`, `generate`, `chat`, `serve`, `tune`, `merge`, `compare`, `gpus`, `doctor`,
+- `plan`, `check`, `generate`, `chat`, `serve`, `tune`, `merge`, `gpus`, `doctor`,
   `selftest`, `top`, `bench`, `demo`: one command each
 - `deployments`: the comparison of deployments by `bench`
 - `options`, `training_options`, `groups`: options shared by several commands

@@ -22,7 +22,6 @@ from . import errors, signals
 from .bench import bench
 from .chat import chat
 from .check import check
-from .compare import compare
 from .demo import demo
 from .doctor import doctor
 from .generate import generate
@@ -41,7 +40,6 @@ _EPILOG = "\n\n".join(
     [
         "Examples:",
         '[bold]duoka plan[/] ./glm-4-9b-chat --gpus "24GiB,12GiB" --context 8K',
-        "[bold]duoka compare[/] before.plan after.plan",
         '[bold]duoka check[/] ./glm-4-9b-chat --gpus "virtual:2x24GiB"',
         '[bold]duoka chat[/] ./chatglm3-6b --gpus "virtual:2x8GiB"',
         "[bold]duoka demo[/]",
@@ -61,7 +59,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_OF_A_MODEL = plan, compare, check, generate, chat, serve, tune, merge
+_OF_A_MODEL = plan, check, generate, chat, serve, tune, merge
 _OF_A_MACHINE = gpus, doctor, selftest, top, bench, demo
 for command in _OF_A_MODEL + _OF_A_MACHINE:
     app.command()(command)

@@ -17,6 +17,6 @@
 - `placement`, `plan`: module → device; the plan as one file
 - `plan_profile`: the profile of a plan's model
 - `device_map`: validation of a user's device map
-- `reasons`, `explain`, `compare`: the reasons of a plan, its boundaries, and two plans compared
+- `reasons`, `explain`: the reasons of a plan, and its boundaries
 - `command_line`: the command-line options of a request
 """

@@ -1,6 +1,6 @@
 """Output for terminals.
 
-- `plan`, `explain`, `compare`: a plan, its reasons, and two plans side by side
+- `plan`, `explain`: a plan, and its reasons
 - `serving`: capacity and throughput of a plan for concurrent requests
 - `measured`: measurements beside the forecast
 - `check`, `excerpt`: the report of a check, with source lines
@@ -8,7 +8,6 @@
 """
 
 from .check import render_plain, render_report
-from .compare import render_comparison
 from .explain import render_explanation
 from .measured import render_measured
 from .plan import render_plan
@@ -16,7 +15,6 @@ from .words import name_modules
 
 __all__ = [
     "name_modules",
-    "render_comparison",
     "render_explanation",
     "render_measured",
     "render_plain",
