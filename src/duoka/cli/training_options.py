@@ -101,12 +101,13 @@ class TrainingOptions(OptionGroup):
 
         The training is None without --train, for a plan for generation.
         """
-        given = self.given_options(*all_but(TrainingOptions, "method"))
         if self.method is None:
-            if given:
+            options_of_training = self.given_options(*all_but(TrainingOptions, "method"))
+            if options_of_training:
+                verb = "are" if len(options_of_training) > 1 else "is"
                 raise UsageError(
-                    f"{', '.join(given)} {'are' if len(given) > 1 else 'is'} for training, and "
-                    "the plan is for generation",
+                    f"{', '.join(options_of_training)} {verb} for training, and the plan is for "
+                    "generation",
                     hint="add --train lora or --train full",
                 )
             return None, options
