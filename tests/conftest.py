@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,8 @@ import pytest
 import turns
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
+
+from duoka.base.garbage import freeze_objects
 
 # What a person has set for programs is none of the tests' business.
 for _name in ("PYTHONUNBUFFERED", "PYTHONWARNINGS", "FORCE_COLOR", "NO_COLOR", "COLUMNS", "LINES"):
@@ -53,6 +56,20 @@ _DEFAULT_SHARED = _TESTS.parents[1] / "shared" / "data"
 def pytest_report_header() -> str:
     """Name the turn of this run, with which the same is tested again."""
     return f"turn: {turns.VARIABLE}={os.environ[turns.VARIABLE]} (see tests/turns.py)"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep modules and tests out of garbage collection.
+
+    They are a million objects, and each load of a model and each check collects garbage.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        freeze_objects()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
