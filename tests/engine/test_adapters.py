@@ -53,7 +53,7 @@ def ids(completion: Completion) -> list[int]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tuning.write_model("llama", tmp_path_factory.mktemp("model") / "llama")
+    return tuning.write_model("shallow", tmp_path_factory.mktemp("model") / "llama")
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +208,7 @@ def squeezed(plan: duoka.Plan) -> duoka.Plan:
     )
 
 
+@pytest.mark.usefixtures("every_step")
 @pytest.mark.parametrize("number", [1, 2])
 def test_what_was_forecast_is_what_it_takes(
     model: Path, adapters: dict[str, Path], number: int
@@ -255,6 +256,7 @@ def copies_of(plan: duoka.Plan, adapters: list[int]) -> list[Counts]:
     return steps
 
 
+@pytest.mark.usefixtures("every_step")
 def test_a_step_copies_its_table_alone_whatever_is_chosen(
     model: Path, adapters: dict[str, Path]
 ) -> None:

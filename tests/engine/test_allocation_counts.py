@@ -21,6 +21,8 @@ from duoka.forecast.serving import Capacity
 from duoka.runtime.call.cached_model import CachedModel
 from duoka.runtime.call.chunk import Chunk
 
+pytestmark = pytest.mark.usefixtures("every_step")
+
 WORK = duoka.Workload(
     cache="paged", batch=3, prompt_tokens=100, new_tokens=28, dtype="float32",
     prefill_chunk_tokens=20, pages=30,

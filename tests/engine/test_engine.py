@@ -32,7 +32,7 @@ WORK = duoka.Workload(batch=4, prompt_tokens=64, new_tokens=16, dtype="float32")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tuning.write_model("llama", tmp_path_factory.mktemp("model") / "llama")
+    return tuning.write_model("shallow", tmp_path_factory.mktemp("model") / "model")
 
 
 @pytest.fixture(

@@ -17,12 +17,14 @@ from duoka.engine import Engine, SamplingParams
 from duoka.forecast.allocator import ROUND_BYTES
 from duoka.runtime import devices
 
+pytestmark = pytest.mark.usefixtures("every_step")
+
 # Virtual GPUs have no graphs.
 WORK = duoka.Workload(
     cache="paged", batch=3, prompt_tokens=100, new_tokens=28, dtype="float32",
     prefill_chunk_tokens=20, pages_for_batch=True, cuda_graphs=False,
 )  # fmt: skip
-LAYERS, LATENT = 4, 16 + 8
+LAYERS, LATENT = 2, 16 + 8
 
 
 def prompts() -> list[list[int]]:

@@ -23,6 +23,8 @@ from duoka.models.from_checkpoint import build_model
 from duoka.runtime import devices
 from duoka.runtime.call.paged_model import PagedModel
 
+pytestmark = pytest.mark.usefixtures("every_step")
+
 WORK = duoka.Workload(
     cache="paged", batch=3, prompt_tokens=100, new_tokens=28, dtype="float32",
     prefill_chunk_tokens=20, pages=20,
@@ -55,7 +57,7 @@ def plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture
-def engine(plan: duoka.Plan) -> Iterator[Engine]:
+def engine(plan: duoka.Plan, every_step: None) -> Iterator[Engine]:
     gc.collect()
     virtual.set_gpus([None])  # GPUs of its own, with nothing of an engine before
     with Engine(plan, processes=False) as engine:

@@ -49,7 +49,7 @@ def make_plan(family: str, directory: Path, number: int, **work: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return make_plan("llama", tmp_path_factory.mktemp("model"), 2)
+    return make_plan("shallow", tmp_path_factory.mktemp("model"), 2)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_what_a_process_does_not_use_is_told(
     assert staged.fallbacks() == []
     monkeypatch.setenv("DUOKA_ATTENTION", "gather")
     work = {"cache": "paged", "dtype": "bfloat16", "page_tokens": 256, "cuda_graphs": False}
-    plan = make_plan("llama", tmp_path, 2, pages=4, **work)
+    plan = make_plan("shallow", tmp_path, 2, pages=4, **work)
     with Engine(plan, processes=True, warm_up="first") as engine:
         engine.generate(prompts(1))
         assert engine.fallbacks() == [
@@ -172,7 +172,7 @@ def test_an_adapter_is_added_in_each_process(plan: Any, tmp_path: Path) -> None:
 
 
 def test_a_generation_config_holds_in_every_process(tmp_path: Path) -> None:
-    path = tuning.write_model("llama", tmp_path / "model")
+    path = tuning.write_model("shallow", tmp_path / "model")
     rules = {
         "suppress_tokens": [*range(60, 250)],
         "bad_words_ids": [[5], [7, 8]],

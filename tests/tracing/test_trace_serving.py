@@ -39,6 +39,7 @@ def test_blocks_are_those_of_a_batch(name: str) -> None:
     assert [block.modules for block in found.blocks] == [b.modules for b in expected.blocks]
 
 
+@pytest.mark.usefixtures("every_step")
 @pytest.mark.parametrize("cache", ["paged", "paged-int8", "block tables"])
 @pytest.mark.parametrize("name", only(["llama"], ["llama", "gemma2", "gpt_oss", "gemma3_text"]))
 def test_steps_take_what_the_profile_says(name: str, cache: Any) -> None:
