@@ -39,20 +39,21 @@ def watch(functions: list[str]) -> Iterator[list[str]]:
     calls: list[str] = []
     wanted = frozenset(functions)
 
+    # Called once for each Python function; a profile function would also be for returns and C.
     def note(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(SOURCE):
+        if code.co_filename.startswith(SOURCE):
             module = code.co_filename.removeprefix(SOURCE).removesuffix(".py").replace("/", ".")
             if (name := f"{module}.{code.co_qualname}") in wanted:
                 calls.append(name)
 
-    sys.setprofile(note)
-    threading.setprofile(note)
+    sys.settrace(note)
+    threading.settrace(note)
     try:
         yield calls
     finally:
-        sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
 
 
 def follow(title: str, journey: Callable[[], object]) -> None:

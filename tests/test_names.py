@@ -47,14 +47,19 @@ def modules() -> dict[str, ast.Module]:
     }
 
 
+@functools.cache
+def all_nodes() -> list[tuple[str, ast.AST]]:
+    """Every node of the source, with the path of its file."""
+    return [(path, node) for path, tree in modules().items() for node in ast.walk(tree)]
+
+
 def nodes(kind: Any) -> Iterator[Any]:
-    for tree in modules().values():
-        yield from (node for node in ast.walk(tree) if isinstance(node, kind))
+    yield from (node for _, node in all_nodes() if isinstance(node, kind))
 
 
-def names(tree: ast.AST) -> Iterator[tuple[str | None, int]]:
+def names(nodes: Iterable[ast.AST]) -> Iterator[tuple[str | None, int]]:
     """Every name that a module gives: of functions, classes, parameters, variables, fields."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name, node.lineno
         elif isinstance(node, ast.arg):
@@ -71,10 +76,9 @@ def first_words(docstring: str) -> list[str]:
 
 
 def first_sentences() -> Iterator[list[str]]:
-    for tree in modules().values():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | Definition) and (text := ast.get_docstring(node)):
-                yield first_words(text)
+    for node in nodes(ast.Module | Definition):
+        if text := ast.get_docstring(node):
+            yield first_words(text)
 
 
 def bindings() -> Iterator[str]:
@@ -92,8 +96,8 @@ def percent(words: Iterable[str], counted: Container[str]) -> float:
 def test_names_say_what_they_name() -> None:
     bare = [
         f"{path}:{line}: {name}"
-        for path, tree in modules().items()
-        for name, line in names(tree)
+        for path, node in all_nodes()
+        for name, line in names([node])
         if (name or "").strip("_") in BARE
     ]
     assert not bare, "\n".join(bare)
@@ -101,10 +105,9 @@ def test_names_say_what_they_name() -> None:
 
 def test_a_class_name_is_defined_once() -> None:
     paths: dict[str, set[str]] = {}
-    for path, tree in modules().items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                paths.setdefault(node.name, set()).add(path)
+    for path, node in all_nodes():
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            paths.setdefault(node.name, set()).add(path)
     assert {name: sorted(found) for name, found in paths.items() if len(found) > 1} == {}
 
 
@@ -122,7 +125,7 @@ def test_vague_words_become_fewer() -> None:
 
 def test_what_is_counted_as_a_name() -> None:
     tree = ast.parse("def f(a, *, b): c = d = 1; self.e = 2; (g, h) = i\nclass J: k: int\n")
-    assert sorted(name for name, _ in names(tree) if name) == list("Jabcdefghk")
+    assert sorted(name for name, _ in names(ast.walk(tree)) if name) == list("Jabcdefghk")
 
 
 def test_what_is_counted_as_a_first_sentence() -> None:
