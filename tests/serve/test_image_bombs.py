@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,25 +46,43 @@ def asked_at(*urls: str) -> list[dict[str, Any]]:
 
 
 NOISE = encoded(Image.effect_noise((60, 56), 99).convert("RGB"))
-FRAMES = [Image.new("P", (60, 56), number % 256) for number in range(3000)]
-LARGE = encoded(Image.new("1", (8000, 8000)))
-CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
-    "20,000 x 20,000 pixels": (asked(encoded(Image.new("1", (20_000, 20_000)))), "67108864 pixels"),
-    "truncated": (asked(NOISE[: len(NOISE) // 2]), "it is damaged"),
-    "a page": (asked(b"<!doctype html><svg onload=alert(1)>"), "not a supported image"),
-    "a program": (asked(b"\x7fELF" + bytes(100)), "not a supported image"),
-    "PostScript": (asked(b"%!PS-Adobe-3.0 EPSF-3.0\n"), "not a supported image"),
-    "JPEG 2000": (asked(encoded(Image.new("RGB", (60, 56)), "JPEG2000")), "not a supported image"),
+FRAMES = [Image.new("P", (60, 56), number) for number in range(2)]
+
+
+def plain(side: int) -> bytes:
+    return encoded(Image.new("1", (side, side)))
+
+
+# Encoded where they are asked for: some take a second.
+CASES: dict[str, tuple[Callable[[], list[dict[str, Any]]], str]] = {
+    "20,000 x 20,000 pixels": (lambda: asked(plain(20_000)), "67108864 pixels"),
+    "truncated": (lambda: asked(NOISE[: len(NOISE) // 2]), "it is damaged"),
+    "a page": (lambda: asked(b"<!doctype html><svg onload=alert(1)>"), "not a supported image"),
+    "a program": (lambda: asked(b"\x7fELF" + bytes(100)), "not a supported image"),
+    "PostScript": (lambda: asked(b"%!PS-Adobe-3.0 EPSF-3.0\n"), "not a supported image"),
+    "JPEG 2000": (lambda: asked(encoded(Image.new("RGB", (60, 56)), "JPEG2000")), "not a supported image"),
     "a huge URL that is none": (
-        asked_at("data:image/png;base64," + "A" * 2**24),
+        lambda: asked_at("data:image/png;base64," + "A" * 2**24),
         "not a supported image",
     ),
-    "no image": (asked_at("data:text/html;base64,AAAA"), "in the request are"),
-    "stop it with `serve shutdown -y`": (asked_at("http://127.0.0.1/"), "with --allow-image-urls"),
-    "in a file": (asked_at("file:///etc/passwd"), "in the request are"),
-    "many large ones": (asked(*[LARGE] * 64), "memory for 1 image, and the request has more"),
+    "no image": (lambda: asked_at("data:text/html;base64,AAAA"), "in the request are"),
+    "stop it with `serve shutdown -y`": (
+        lambda: asked_at("http://127.0.0.1/"),
+        "with --allow-image-urls",
+    ),
+    "in a file": (lambda: asked_at("file:///etc/passwd"), "in the request are"),
+    "many large ones": (
+        lambda: asked(*[plain(8000)] * 64),
+        "memory for 1 image, and the request has more",
+    ),
 }
-ANIMATED = asked(encoded(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]))
+
+
+@functools.cache
+def animation() -> list[dict[str, Any]]:
+    """A question about an image of 3,000 frames."""
+    frames = [FRAMES[number % 2] for number in range(3000)]
+    return asked(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]))
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +100,13 @@ def questions(checkpoint: Path) -> QuestionReader:
 def test_each_is_refused(questions: QuestionReader, name: str) -> None:
     messages, reason = CASES[name]
     with pytest.raises(UsageError) as caught:
-        questions.read(prompt_of(messages))
+        questions.read(prompt_of(messages()))
     assert reason in f"{caught.value}; {caught.value.hint}"
 
 
 def test_frames_that_follow_arent_read(questions: QuestionReader) -> None:
     first = asked(encoded(FRAMES[0], "GIF"))
-    tokens = [questions.read(prompt_of(messages)).tokens for messages in (first, ANIMATED)]
+    tokens = [questions.read(prompt_of(messages)).tokens for messages in (first, animation())]
     assert tokens[0] == tokens[1]
 
 
@@ -107,7 +126,7 @@ def test_a_server_refuses_each_and_lives(seeing: Served) -> None:
 
     async def ask_all() -> list[tuple[int, bytes]]:
         large = asked(encoded(Image.new("RGBA", (6000, 6000))))
-        several = [large, *(messages for messages, _ in CASES.values()), large, large, ANIMATED]
+        several = [large, *(messages() for messages, _ in CASES.values()), large, large, animation()]
         return await asyncio.gather(*map(ask, several))
 
     (engine,) = children(seeing.process.pid)[:1]
