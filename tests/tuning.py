@@ -52,6 +52,7 @@ LARGE: dict[str, Any] = {
 }
 LATENTS: dict[str, Any] = {
     **SIZES,
+    "num_hidden_layers": 2,
     "num_key_value_heads": 4,
     "kv_lora_rank": 16,
     "q_lora_rank": 16,
@@ -66,7 +67,7 @@ LATENTS: dict[str, Any] = {
 }
 CONFIGS: dict[str, Callable[[], Any]] = {
     "latents": lambda: DeepseekV3Config(**LATENTS, first_k_dense_replace=1),
-    "dense latents": lambda: Glm4MoeLiteConfig(**LATENTS, mlp_layer_types=["dense"] * 4),
+    "dense latents": lambda: Glm4MoeLiteConfig(**LATENTS, mlp_layer_types=["dense"] * 2),
     "llama": lambda: LlamaConfig(**SIZES),
     "shallow": lambda: LlamaConfig(**{**SIZES, "num_hidden_layers": 2}),
     "tied": lambda: Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),

@@ -12,6 +12,7 @@ from duoka.tools.demo.checkpoint import CONFIG
 TINY = {
     **CONFIG,
     "hidden_size": 64,
+    "padded_vocab_size": 1536,
     "ffn_hidden_size": 96,
     "num_layers": 3,
     "num_attention_heads": 4,
