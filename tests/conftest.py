@@ -5,18 +5,19 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import chatglm_files
 import fork_server
 import pytest
 import turns
+import warm_up
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from duoka.base.garbage import freeze_objects
-from duoka.forecast.serving import Capacity, StepSize, WarmUp
+from duoka.forecast.serving import Capacity
 
 # What a person has set for programs is none of the tests' business.
 for _name in ("PYTHONUNBUFFERED", "PYTHONWARNINGS", "FORCE_COLOR", "NO_COLOR", "COLUMNS", "LINES"):
@@ -51,7 +52,6 @@ settings.register_profile("quick", settings.get_profile("full"), max_examples=20
 settings.load_profile("full")
 
 _LATER = "slow", "nightly"
-_WARM_UP_STEPS = Capacity.warm_up_steps
 _DEFAULT_SHARED = _TESTS.parents[1] / "shared" / "data"
 
 
@@ -136,19 +136,15 @@ def short_warm_up(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.path.is_relative_to(_TESTS / "cuda_rig"):
         yield
         return
-
-    def steps(self: Capacity, warm_up: WarmUp, reserved: Callable[[], int]) -> Iterator[StepSize]:
-        return _WARM_UP_STEPS(self, "largest" if warm_up == "every" else warm_up, reserved)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Capacity, "warm_up_steps", steps)
+        patch.setattr(Capacity, "warm_up_steps", warm_up.largest_steps)
         yield
 
 
 @pytest.fixture
 def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines try out steps of every size, as for users, so that no later step needs memory."""
-    monkeypatch.setattr(Capacity, "warm_up_steps", _WARM_UP_STEPS)
+    monkeypatch.setattr(Capacity, "warm_up_steps", warm_up.every_step)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """A process that has imported torch and transformers, and whose forks are programs.
 
-Each of them would take seconds to import the same. What is tested about a start itself starts the
-real way.
+Each of them would take seconds to import the same. Their engines warm up as those of the tests do.
+What is tested about a start itself starts the real way.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ _PRELOAD = (
     "duoka.tuner.tune",
     "duoka.tuner.worker",
     "duoka.engine.stage_worker",
+    "duoka.serve.engine_process",
     "duoka.tools.bench.measure",
     "torch.distributed.run",
     "transformers.models.llama.modeling_llama",
     "peft.tuners.lora",
+    "uvicorn.server",
 )
 
 
@@ -85,6 +87,8 @@ def serve(listener: socket.socket, client_path: str, run: int) -> None:
     with importlib.import_module("duoka.base.quiet").quiet_libraries():  # CUDA must not start
         for name in _PRELOAD:
             importlib.import_module(name)
+    capacity = importlib.import_module("duoka.forecast.serving").Capacity
+    capacity.warm_up_steps = importlib.import_module("warm_up").largest_steps
     sys.executable = client_path  # what programs start is a fork, too
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -50,16 +50,18 @@ def serving(
     *options: str,
     gpus: Sequence[str] = _GPUS,
     environment: dict[str, str] | None = None,
+    python: str | Path = sys.executable,
 ) -> Iterator[Served]:
     """Serve a checkpoint on a port that is free; the server is told to stop at the end.
 
-    Its exit is checked where the test hasn't ended it.
+    Its exit is checked where the test hasn't ended it. With `forking_python` the server and its
+    engine are forks, whose process is a proxy.
     """
     program = (  # a run of tests in the background may leave Ctrl-C ignored
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from duoka.cli import main; main()"
     )
-    command = [sys.executable, "-c", program, "serve", str(directory), *gpus, "--port", "0"]
+    command = [python, "-c", program, "serve", str(directory), *gpus, "--port", "0"]
     with (
         log.open("w") as errors,
         subprocess.Popen(

@@ -31,10 +31,14 @@ def directories(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 @pytest.fixture(scope="module")
 def adapted(
-    llama: Path, directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    llama: Path,
+    directories: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    forking_python: Path,
 ) -> Iterator[Served]:
+    log = tmp_path_factory.mktemp("server") / "log"
     options = [f"--adapter={name}={directory}" for name, directory in directories.items()]
-    with serving(llama, tmp_path_factory.mktemp("server") / "log", *options) as server:
+    with serving(llama, log, *options, python=forking_python) as server:
         yield server
 
 

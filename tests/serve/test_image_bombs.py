@@ -60,7 +60,10 @@ CASES: dict[str, tuple[Callable[[], list[dict[str, Any]]], str]] = {
     "a page": (lambda: asked(b"<!doctype html><svg onload=alert(1)>"), "not a supported image"),
     "a program": (lambda: asked(b"\x7fELF" + bytes(100)), "not a supported image"),
     "PostScript": (lambda: asked(b"%!PS-Adobe-3.0 EPSF-3.0\n"), "not a supported image"),
-    "JPEG 2000": (lambda: asked(encoded(Image.new("RGB", (60, 56)), "JPEG2000")), "not a supported image"),
+    "JPEG 2000": (
+        lambda: asked(encoded(Image.new("RGB", (60, 56)), "JPEG2000")),
+        "not a supported image",
+    ),
     "a huge URL that is none": (
         lambda: asked_at("data:image/png;base64," + "A" * 2**24),
         "not a supported image",
@@ -126,7 +129,13 @@ def test_a_server_refuses_each_and_lives(seeing: Served) -> None:
 
     async def ask_all() -> list[tuple[int, bytes]]:
         large = asked(encoded(Image.new("RGBA", (6000, 6000))))
-        several = [large, *(messages() for messages, _ in CASES.values()), large, large, animation()]
+        several = [
+            large,
+            *(messages() for messages, _ in CASES.values()),
+            large,
+            large,
+            animation(),
+        ]
         return await asyncio.gather(*map(ask, several))
 
     (engine,) = children(seeing.process.pid)[:1]

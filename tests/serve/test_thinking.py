@@ -116,7 +116,7 @@ def test_contradictions_and_wrong_values_are_refused(fields: Any, text: str) -> 
 
 def write_opened(directory: Path) -> Path:
     """A model whose prompts open the block of reasoning."""
-    write_model("llama", directory)
+    write_model("shallow", directory)
     path = directory / "tokenizer_config.json"
     config = json.loads(path.read_text())
     (directory / "chat_template.jinja").unlink(missing_ok=True)
@@ -130,9 +130,12 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def thinker(opened: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def thinker(
+    opened: Path, tmp_path_factory: pytest.TempPathFactory, forking_python: Path
+) -> Iterator[Served]:
     """A server of a model that thinks until it is stopped."""
-    with serving(opened, tmp_path_factory.mktemp("thinker") / "log") as server:
+    log = tmp_path_factory.mktemp("thinker") / "log"
+    with serving(opened, log, python=forking_python) as server:
         yield server
 
 
@@ -250,8 +253,11 @@ def test_a_variable_that_the_template_lacks_is_refused(thinker: Served) -> None:
         assert error["message"].startswith(f"the model's chat template has no variable '{name}'")
 
 
-def test_off_by_default_and_on_by_request(opened: Path, tmp_path: Path) -> None:
-    with serving(opened, tmp_path / "log", "--reasoning", "off") as server:
+def test_off_by_default_and_on_by_request(
+    opened: Path, tmp_path: Path, forking_python: Path
+) -> None:
+    log = tmp_path / "log"
+    with serving(opened, log, "--reasoning", "off", python=forking_python) as server:
         assert prompt_of(server).endswith("</think>\n\n")
         assert prompt_of(server, enable_thinking=True).endswith("<think>\n")
         assert prompt_of(server, reasoning_effort="high").endswith("<think>\n")
