@@ -67,7 +67,7 @@ def at_once(engine: Engine, chats: list[list[ChatMessage]]) -> list[tuple[str, i
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tuning.write_model("llama", tmp_path_factory.mktemp("model") / "llama")
+    return tuning.write_model("shallow", tmp_path_factory.mktemp("model") / "model")
 
 
 def skip_unless_read_in_chunks(chunk: int | None) -> None:
