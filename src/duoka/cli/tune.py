@@ -71,7 +71,7 @@ class TuneOptions(TrainingOptions):
     columns: str | None = _data(
         "NAMES",
         "Columns: prompt=q,response=a (also query, messages, text, system, history, tools, "
-        "images).",
+        "images, chosen, rejected).",
     )
     max_samples: int | None = _data("N", "Maximum number of training samples.", min=1)
     train_on: str | None = _data(
@@ -94,10 +94,27 @@ class TuneOptions(TrainingOptions):
     eval_data: list[str] | None = _data(
         "DATA", "Evaluation data, or a share of DATA such as 5%. Repeatable.", names=("--eval",)
     )
+<<<<<<< HEAD
+=======
+    method: str | None = _how(
+        "METHOD",
+        "lora (the default, adapters on frozen weights), qlora (adapters on 4-bit weights) or "
+        "full (every parameter).",
+        values=("lora", "qlora", "full"),
+        names=("--train",),
+    )
+    dpo: bool = _how_flag(
+        "Train on preferences (DPO): on pairs of a chosen and a rejected answer, in the data forms "
+        "of TRL, LLaMA-Factory and ms-swift. The model without adapters is the reference."
+    )
+    dpo_beta: float | None = _how("BETA", "Scale of the rewards of DPO. By default 0.1.")
+>>>>>>> 9d5e636f (Train on preferences with DPO: loss, reference model, pairs of answers)
     batch: int | None = _how("N", "Sequences per optimizer step. By default 8.", min=1)
     epochs: int | None = _how("N", "Number of epochs. By default 1.", min=1)
     steps: int | None = _how("N", "Number of optimizer steps, instead of --epochs.", min=1)
-    lr: float | None = _how("RATE", "Peak learning rate. By default 1e-4, with --train full 1e-5.")
+    lr: float | None = _how(
+        "RATE", "Peak learning rate. By default 1e-4, with --train full 1e-5, with --dpo 5e-6."
+    )
     lr_schedule: str | None = _how(
         "NAME",
         "Learning rate schedule after the warmup: cosine (the default), linear, constant, "
@@ -237,6 +254,8 @@ def _refuse_conflicts(options: TuneOptions) -> None:
     if options.adapter is not None:
         shape = "lora_rank", "lora_alpha", "rslora", "lora_target"
         options.refuse(*shape, beside="--adapter, which has its own settings", hint=either)
+    if not options.dpo:
+        options.refuse("dpo_beta", beside="training without --dpo", hint="add --dpo")
     if options.steps is not None:
         options.refuse("epochs", beside="--steps", hint="use one of them")
     for name in ("eval_every", "early_stopping"):

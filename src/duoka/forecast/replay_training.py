@@ -56,7 +56,8 @@ class TrainingReplay(Replay):
     def prompt_steps(self) -> list[tuple[ForecastStep, float]]:
         """Return the passes of a training step, each with the number of its runs."""
         number = self.training.micro_batches
-        return list(zip(self.steps, (float(number), 1.0, number - 1.0), strict=True))
+        forward_passes = 2.0 * number if self.training.dpo else float(number)
+        return list(zip(self.steps, (forward_passes, 1.0, number - 1.0), strict=True))
 
     def passes(self, stage: StageRun) -> Iterator[None]:
         """Run training steps until the allocator's state at the end of a step repeats.

@@ -82,6 +82,8 @@ class Training:
         Micro-batches in flight at a stage: one, all, or one for each stage from this to the last.
     train_vision : bool
         Also train modules that only images reach, such as a vision tower; else they are frozen.
+    dpo : bool
+        Train on preferences (DPO): count the time of the reference model's forward passes.
     rows : {"padded", "unpadded", "packed"}
         "padded": a mask covers the padding. "unpadded": no mask, which a causal model doesn't need.
         "packed": several samples per row, separated by a mask.
@@ -104,6 +106,7 @@ class Training:
     micro_batches: int = 1
     schedule: Schedule = "sequential"
     train_vision: bool = field(default=False, metadata=OMIT_DEFAULT)
+    dpo: bool = field(default=False, metadata=OMIT_DEFAULT)
     rows: Rows = "padded"
 
     def __post_init__(self) -> None:
@@ -393,6 +396,7 @@ class Workload:
                 lora_alpha=None,
                 rslora=False,
                 lora_dropout=dropout,
+                dpo=False,
             )
         return Conditions(
             cache=self.cache,

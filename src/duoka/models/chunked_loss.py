@@ -13,7 +13,7 @@ logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -261,17 +261,18 @@ def _chunked_cross_entropy(
     """Compute `torch.nn.functional.cross_entropy` in chunks of rows, from logits [rows, columns].
 
     Returns None if the arguments are unsupported: class weights or another extra argument, label
-    smoothing, reduction "none", class probabilities as target, or logits of other dimensions.
+    smoothing, class probabilities as target, or logits of other dimensions.
     """
     is_plain = all(arg is None for arg in (*extra_args, *extra_kwargs.values()))
-    if not is_plain or label_smoothing or reduction not in ("mean", "sum"):
+    if not is_plain or label_smoothing or reduction not in ("mean", "sum", "none"):
         return None
     if logits.dim() != 2 or target.shape != logits.shape[:1] or target.is_floating_point():
         return None
-    # `_ChunkedSum` returns the head's gradients, so the head's parameters are among its inputs.
+    # `_ChunkedLoss` returns the head's gradients, so the head's parameters are among its inputs.
     trained = [p for p in logits.recipe.source.head.parameters() if p.requires_grad]
-    loss: Tensor = _ChunkedSum.apply(  # type: ignore[no-untyped-call]
-        logits.recipe, ignore_index, target, logits.hidden, *trained
+    options = {"ignore_index": ignore_index, "reduction": reduction.replace("mean", "sum")}
+    loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        logits.recipe, options, target, logits.hidden, *trained
     )
     if reduction == "mean":
         loss = loss / (target != ignore_index).sum()
@@ -288,8 +289,8 @@ def _chunked_cross_entropy(
 # [tokens, vocabulary]. For 8,192 tokens, a vocabulary of 151,552 and float32, the logits take
 # 0.58 GiB in chunks of 1,024 rows instead of 4.6 GiB, and their gradient as much. The cost is a
 # second matrix product with the head.
-class _ChunkedSum(torch.autograd.Function):
-    """The sum of cross entropy over all rows, in float32; its backward recomputes the chunks.
+class _ChunkedLoss(torch.autograd.Function):
+    """Cross entropy, summed or of each row, in float32; its backward recomputes the chunks.
 
     Gradients computed in the forward pass would save the recomputation. But they would be held for
     every micro-batch in flight, and in float16 they need the loss scale, unknown at that time.
@@ -297,15 +298,17 @@ class _ChunkedSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, recipe: _Recipe, ignore_index: int, target: Tensor, hidden: Tensor, *heads: Tensor
+        ctx: Any, recipe: _Recipe, options: Any, target: Tensor, hidden: Tensor, *heads: Tensor
     ) -> Tensor:
-        ctx.recipe, ctx.ignore_index = recipe, ignore_index
+        ctx.recipe, ctx.options, is_summed = recipe, options, options["reduction"] == "sum"
         ctx.save_for_backward(target, hidden, *heads)
-        total = torch.zeros((), dtype=torch.float32, device=recipe.device)
+        sizes = () if is_summed else (len(hidden),)
+        loss = torch.zeros(sizes, dtype=torch.float32, device=recipe.device)
         with recipe.autocasting(hidden):
             for rows in recipe.source.chunks(len(hidden)):
-                total += _cross_entropy_sum(recipe, hidden[rows], target[rows], ignore_index)
-        return total
+                part = loss if is_summed else loss[rows]
+                part += _cross_entropy(recipe, hidden[rows], target[rows], options)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -318,9 +321,10 @@ class _ChunkedSum(torch.autograd.Function):
             # A function of its own, so that a chunk's tensors are freed before the next chunk.
             part = hidden[rows].detach().requires_grad_(needs_hidden)
             with torch.enable_grad(), ctx.recipe.autocasting(hidden):
-                loss = _cross_entropy_sum(ctx.recipe, part, target[rows], ctx.ignore_index)
+                loss = _cross_entropy(ctx.recipe, part, target[rows], ctx.options)
             inputs = [part, *trained] if needs_hidden else trained
-            grads = list(torch.autograd.grad(loss, inputs, gradients[0]))
+            gradient = gradients[0][rows] if gradients[0].dim() else gradients[0]
+            grads = list(torch.autograd.grad(loss, inputs, gradient))
             if hidden_grad is not None:
                 hidden_grad[rows] = grads.pop(0)
             for total, gradient in zip(head_grads, grads, strict=True):
@@ -331,7 +335,8 @@ class _ChunkedSum(torch.autograd.Function):
         return None, None, None, hidden_grad, *head_grads
 
 
-def _cross_entropy_sum(recipe: _Recipe, hidden: Tensor, target: Tensor, ignore_id: int) -> Tensor:
-    """Compute the summed cross entropy of a chunk of hidden states [rows, width]."""
-    logits = recipe.compute(hidden).float()
-    return cross_entropy(logits, target, ignore_index=ignore_id, reduction="sum")
+def _cross_entropy(
+    recipe: _Recipe, hidden: Tensor, target: Tensor, options: Mapping[str, Any]
+) -> Tensor:
+    """Compute the cross entropy of a chunk of hidden states [rows, width]."""
+    return cross_entropy(recipe.compute(hidden).float(), target, **options)

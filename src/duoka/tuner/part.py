@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
 
 from duoka.base.text import longest_prefix
 from duoka.checkpoint.checkpoint import Checkpoint
@@ -30,7 +31,7 @@ from duoka.stages.interceptor import BlockInterceptor
 from duoka.stages.placeholder import Placeholder
 from duoka.stages.route import Route, find_route
 
-from .data import TrainingMicroBatch, open_image
+from .data import IGNORED, TrainingMicroBatch, open_image
 from .dropout import seed_by_module
 
 Batch = Mapping[str, Tensor]
@@ -137,6 +138,17 @@ class ModelPart:
         """Call the model on a batch and return its loss; only this process's stages compute."""
         loss: Tensor = self._call(self.model, batch, device).loss
         return loss
+
+    def log_probs(self, batch: Batch, device: torch.device) -> Tensor:
+        """Call the model on a batch; return the log probability of each row's trained tokens."""
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits = self._call(self.model, inputs, device).logits.float()
+        # The logits of each token predict the next one; those of the last token predict none.
+        labels = pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
+        losses = cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), reduction="none"
+        )
+        return -losses.view(labels.shape).sum(dim=1)
 
     def route(self, batch: Batch) -> Route:
         """Return the route of batches of this form: the tensors sent between stages; cached."""

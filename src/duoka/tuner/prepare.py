@@ -256,10 +256,13 @@ def _check_plan(plan: Plan, checkpoint: Checkpoint, settings: TuneSettings) -> P
     workload = settings.workload(checkpoint)
     needed = workload.training
     assert needed is not None, "the settings are for training"
-    length = plan.workload.prompt_tokens
+    size, length = settings.group_size, plan.workload.prompt_tokens
+    if plan.workload.batch % size:
+        problem = f"the plan has micro-batches of {plan.workload.batch}, and a pair is 2 sequences"
+        raise UsageError(problem, hint="create a plan with --batch 2")
     options = {
         "train": (training.method, needed.method),
-        "batch": (training.micro_batches * plan.workload.batch, settings.batch),
+        "batch": (training.micro_batches * plan.workload.batch // size, settings.batch),
         "context": (length, settings.seq_length or length),
         "optimizer": (training.optimizer, needed.optimizer),
         "schedule": (training.schedule, needed.schedule),
@@ -277,6 +280,7 @@ def _check_plan(plan: Plan, checkpoint: Checkpoint, settings: TuneSettings) -> P
         training,
         rslora=needed.rslora or training.rslora,
         lora_alpha=needed.lora_alpha or training.lora_alpha,
+        dpo=needed.dpo,
     )
     return replace(plan, workload=replace(plan.workload, training=training))
 

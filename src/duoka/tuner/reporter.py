@@ -73,6 +73,8 @@ class RunReporter:
         self._recent.append((metrics["tokens"], metrics["seconds"]))
         tokens, seconds = map(sum, zip(*self._recent, strict=True))
         text = f"loss {metrics['loss']:.4f}  {tokens / seconds:,.0f} tokens/s"
+        if rewards := metrics.get("rewards"):
+            text += f"  accuracy {rewards['accuracies']:.0%}  margin {rewards['margins']:.4f}"
         self._bar.update(self._task, completed=step, description=text)
         is_shown = step in (1, self._num_steps) or step % -(-self._num_steps // _LINES) == 0
         if is_shown and not self._console.is_terminal:
@@ -95,6 +97,7 @@ class RunReporter:
 def _scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the values for TensorBoard, by name."""
     scalars = {name: metrics[name] for name in _SCALARS if name in metrics}
+    scalars |= {f"rewards/{name}": value for name, value in metrics.get("rewards", {}).items()}
     if "seconds" in metrics:
         scalars["tokens_per_second"] = metrics["tokens"] / metrics["seconds"]
     for process in metrics.get("processes", ()):

@@ -32,13 +32,15 @@ from .learning_rate import Decay, rate_factor
 TuneMethod = Literal["lora", "qlora", "full"]
 TrainOn = Literal["all", "last"]
 LongChats = Literal["truncate", "refuse"]
-_CONTEXT = ("system", "history", "tools", "images")  # may be named alone
+_ANSWERS = ("chosen", "rejected")
+_CONTEXT = ("system", "history", "tools", "images", *_ANSWERS)  # may be named alone
 COLUMNS = ("prompt", "query", "response", "messages", "text", *_CONTEXT)
 """Roles of columns."""
 TRACKERS = ("tensorboard", "wandb", "swanlab")
 _SEQ_LENGTH = 2048
 _IMAGE_SIZE = 1024, 1024  # the default of workloads, which is without effect for text
 _RATES: dict[TuneMethod, float] = {"lora": 1e-4, "qlora": 1e-4, "full": 1e-5}
+_DPO_RATE = 5e-6
 _WARMUP_SHARE = 0.03
 _NUM_INTERVALS = 10  # by default a run has as many checkpoints and evaluations
 # The minimum of each integer setting; those in `_OPTIONAL` may be None.
@@ -71,7 +73,8 @@ class TuneSettings:
         Train on all of the assistant's answers in a conversation, or on the last one.
     columns : mapping of str to str
         Names of the data's columns by their roles "prompt", "query" (a text after the prompt, or in
-        place of it), "response", "system", "history", "tools", "images", "messages" and "text".
+        place of it), "response", "system", "history", "tools", "images", "messages", "text",
+        "chosen" and "rejected".
     max_samples : int, optional
         Maximum number of samples for training: the first of each file, of all files as many.
     long : {"truncate", "refuse"}
@@ -88,12 +91,17 @@ class TuneSettings:
         Skip unusable rows instead of refusing the data.
     method : {"lora", "qlora", "full"}
         Train adapters on frozen weights, adapters on frozen 4-bit weights, or every parameter.
+    dpo : bool
+        Train on preferences: on pairs of a chosen and a rejected answer, with the sigmoid loss of
+        direct preference optimization. The reference model is the model without the adapters.
+    dpo_beta : float
+        Scale of the rewards of DPO; a larger one keeps the model closer to the reference model.
     batch, micro_batch : int
-        Number of sequences in a step, and in a forward pass.
+        Number of sequences in a step, and in a forward pass; with `dpo` of pairs.
     epochs, steps : int
         Passes over the data; or the number of steps, which replaces `epochs`.
     lr : float, optional
-        The maximum learning rate; by default 1e-4, with the method "full" 1e-5.
+        The maximum learning rate; by default 1e-4, with the method "full" 1e-5, with `dpo` 5e-6.
     lr_schedule : {"cosine", "linear", "constant", "cosine_with_restarts", "polynomial", \
 "inverse_sqrt"}
         Schedule of the learning rate after the warm-up, as in `transformers.get_scheduler`.
@@ -154,6 +162,8 @@ class TuneSettings:
     image_size: tuple[int, int] | None = None
     skip_bad: bool = False
     method: TuneMethod = "lora"
+    dpo: bool = False
+    dpo_beta: float = 0.1
     batch: int = 8
     micro_batch: int = 1
     epochs: int = 1
@@ -204,6 +214,7 @@ class TuneSettings:
         for name in self.report_to:
             choose("report_to", name, TRACKERS)
         self._refuse_rates()
+        self._refuse_beside_dpo()
         if self.batch % self.micro_batch:
             raise UsageError(
                 f"a batch of {self.batch} is not divisible into micro-batches of "
@@ -215,13 +226,14 @@ class TuneSettings:
         self._training(self.lora_target)  # refuses invalid values
 
     def _refuse_rates(self) -> None:
-        """Raise UsageError for a rate that isn't a finite number above (or, except lr, at) zero."""
-        rates = {name: getattr(self, name) for name in ("lr", "weight_decay", "max_grad_norm")}
-        rates["lr"] = self.learning_rate
+        """Raise UsageError for a rate that isn't a finite number, positive or at least zero."""
+        names = "lr", "weight_decay", "max_grad_norm", "dpo_beta"
+        rates = {name: getattr(self, name) for name in names} | {"lr": self.learning_rate}
         for name, rate in rates.items():
-            sign = "positive" if name == "lr" else "non-negative"
+            is_positive = name in ("lr", "dpo_beta")
+            sign = "positive" if is_positive else "non-negative"
             is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
-            if not is_number or not 0 <= rate < inf or (name == "lr" and not rate):
+            if not is_number or not 0 <= rate < inf or (is_positive and not rate):
                 raise UsageError(
                     f"{name} is {rate}; it must be a {sign} number",
                     hint="leave it out for the default",
@@ -231,6 +243,21 @@ class TuneSettings:
                 f"weight_decay is {self.weight_decay}, and duoka's SGD doesn't support it",
                 hint="omit it, or use adamw",
             )
+
+    def _refuse_beside_dpo(self) -> None:
+        """Raise UsageError for settings that DPO doesn't support, or that only DPO has."""
+        if self.dpo and self.method == "full":
+            problem = "DPO needs adapters: its reference model is the model without them"
+            raise UsageError(problem, hint="use --train lora or --train qlora")
+        if self.dpo and self.packing:
+            raise UsageError("pairs of answers can't be packed", hint="train without --packing")
+        if not self.dpo and not self.columns.keys().isdisjoint(_ANSWERS):
+            raise UsageError("columns names answers of pairs, which are for DPO", hint="add --dpo")
+
+    @property
+    def group_size(self) -> int:
+        """Number of sequences that are trained together: two in DPO."""
+        return 2 if self.dpo else 1
 
     @property
     def eval_share(self) -> float | None:
@@ -254,7 +281,8 @@ class TuneSettings:
     @property
     def learning_rate(self) -> float:
         """The maximum learning rate, with the method's default."""
-        return _RATES[self.method] if self.lr is None else self.lr
+        default = _DPO_RATE if self.dpo else _RATES[self.method]
+        return default if self.lr is None else self.lr
 
     def rate_at(self, step: int, num_steps: int) -> float:
         """Return the learning rate of a step; steps count from 0."""
@@ -263,9 +291,10 @@ class TuneSettings:
 
     def starting_from(self, adapter: LoraAdapter) -> TuneSettings:
         """Return these settings with the rank, scale and modules of an adapter to start from."""
-        if self.method == "full":
+        if self.method == "full" or self.dpo:
+            other = "DPO, which compares with the model without it" if self.dpo else "full training"
             raise UsageError(
-                "an adapter to start from can't be combined with full training",
+                f"an adapter to start from can't be combined with {other}",
                 hint="train the checkpoint that `duoka merge MODEL ADAPTER --out DIR` writes",
             )
         settings = adapter.training_settings
@@ -292,7 +321,7 @@ class TuneSettings:
             )
         is_qlora = self.method == "qlora" and self.quantize == "none"
         return Workload(
-            batch=self.micro_batch,
+            batch=self.micro_batch * self.group_size,
             prompt_tokens=self.seq_length or min(_SEQ_LENGTH, limit or _SEQ_LENGTH),
             new_tokens=0,
             dtype=self.dtype,
@@ -315,6 +344,7 @@ class TuneSettings:
             lora_targets=lora_targets,
             gradient_checkpointing=self.checkpointing,
             train_vision=self.train_vision and self.images > 0,
+            dpo=self.dpo,
             # Trained parameters and optimizer states are in float32.
             master_weights=True,
             micro_batches=self.batch // self.micro_batch,
@@ -328,10 +358,11 @@ def _columns(columns: Mapping[str, str]) -> dict[str, str]:
     for role in columns:
         choose("columns", role, COLUMNS)
     contents = {role.replace("query", "prompt") for role in columns if role not in _CONTEXT}
-    if contents and contents not in ({"prompt", "response"}, {"messages"}, {"text"}):
+    whole = {"prompt"} if "chosen" in columns else {"prompt", "response"}
+    if contents and contents not in (whole, {"messages"}, {"text"}):
         raise UsageError(
-            f"columns names {', '.join(columns)}; it must name a prompt (or query) and a response, "
-            "or messages, or text",
+            f"columns names {', '.join(columns)}; it must name a prompt (or query) and a response "
+            "(or chosen and rejected), or messages, or text",
             hint="for example prompt=question,response=answer",
         )
     return dict(columns)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from .dropout import seed_dropout
 from .gradient_sum import GradientSum
 from .layout import Layout
 from .part import Batch, ModelPart
+from .preferences import REWARDS, as_reference, preference_loss
 from .settings import TuneSettings
 
 # Loss scaling for float16: the defaults of torch.amp.GradScaler.
@@ -50,7 +51,8 @@ class ProcessReport(PeakBytes):
 class StepReport:
     """Report of an optimizer step.
 
-    `loss` is the mean over the trained tokens; `is_skipped` means that float16 gradients overflowed
+    `loss` is the mean over the trained tokens or, in DPO, over the pairs, whose mean rewards are
+    `rewards`, by the names of `preferences.REWARDS`; `is_skipped` means that float16 gradients overflowed
     and the weights are unchanged; `saves` means that some process wants a checkpoint of this step,
     and `stops` that one was asked to stop after it.
     """
@@ -67,16 +69,18 @@ class StepReport:
     saves: bool
     stops: bool
     processes: tuple[ProcessReport, ...]
+    rewards: dict[str, float] = field(default_factory=dict)
 
 
 # The loss of a step is the mean over all its trained tokens. A micro-batch's loss is the mean over
 # the micro-batch's own trained tokens, so it is weighted by their share before the backward pass:
-# micro-batches of 30 and 10 trained tokens have the weights 3/4 and 1/4. Gradients are then plain
+# micro-batches of 30 and 10 trained tokens have the weights 3/4 and 1/4; in DPO pairs are counted
+# instead of tokens. Gradients are then plain
 # sums, over micro-batches by autograd and over replicas by `GradientSum`, and don't depend on the
 # replica that runs a micro-batch.
 #
 # After the passes each process all-gathers [loss, squared norm of its gradients, seconds waited,
-# peak allocated, peak reserved, save, stop]. From the same numbers all processes take the same
+# peak allocated, peak reserved, save, stop, rewards of DPO]. From the same numbers all processes take the same
 # decisions: to stop, to skip the step, and by how much to clip. The norm is computed from the
 # processes of replica 0, which together hold each parameter once.
 class Trainer:
@@ -117,18 +121,19 @@ class Trainer:
         begin = time.perf_counter()
         micro_batches = step.of_replica(self._replica, len(self._layout.plans))
         rate = self._settings.rate_at(number, self._num_steps)
-        losses, waited = self._run(micro_batches, step.trained_tokens, number=number)
+        losses, rewards, waited = self._run(micro_batches, step.num_losses, number=number)
         devices.synchronize(self._part.device)
         passed = time.perf_counter()
         dist.barrier()  # wait until all processes have finished their passes
         waited += time.perf_counter() - passed
         self._gradients.finish()
-        gathered = _gather([sum(losses), self._squared_norm(), waited, *self._peaks_and_wishes()])
+        values = sum(losses), self._squared_norm(), waited, *self._peaks_and_wishes(), *rewards
+        gathered = _gather(values)
         self._refuse_nonfinite_loss(number, micro_batches, losses, gathered[:, 0])
         norm = self._total_norm(gathered)
         self._refuse_nonfinite_norm(number, norm)
         is_skipped = self._advance(norm, rate)
-        saves, stops = gathered[:, 5:].bool().any(dim=0).tolist()
+        saves, stops = gathered[:, 5:7].bool().any(dim=0).tolist()
         seconds = time.perf_counter() - begin
         return StepReport(
             step=number + 1,
@@ -153,11 +158,12 @@ class Trainer:
                 for rank, (waited, allocated, reserved) in enumerate(gathered[:, 2:5].tolist())
                 for replica, device in [self._layout.place(rank)]
             ),
+            rewards=dict(zip(REWARDS, gathered[:, 7:].sum(dim=0).tolist(), strict=False)),
         )
 
     def evaluate(self, steps: Sequence[OptimizerStep]) -> float:
-        """Return the mean loss over all trained tokens of the given steps, without training."""
-        total = sum(step.trained_tokens for step in steps)
+        """Return the mean loss of all steps' trained tokens, or pairs, without training."""
+        total = sum(step.num_losses for step in steps)
         self._part.model.eval()
         try:
             with torch.no_grad():
@@ -174,31 +180,65 @@ class Trainer:
 
     def _run(
         self, micro_batches: Sequence[TrainingMicroBatch], total: int, *, number: int | None = None
-    ) -> tuple[list[float], float]:
-        """Run this process's passes for micro-batches of a step with `total` trained tokens.
+    ) -> tuple[list[float], list[float], float]:
+        """Run this process's passes for micro-batches of a step whose loss has `total` terms.
 
         With the `number` of a training step the backward passes run, too; None is an evaluation.
-        Returns the weighted losses, and the seconds spent waiting for other stages.
+        Returns the weighted losses, the weighted rewards of DPO, and the seconds spent waiting for
+        other stages.
         """
-        part, learns = self._part, number is not None
+        part, settings = self._part, self._settings
+        weights = [micro_batch.num_losses / total for micro_batch in micro_batches]
+        scale = 1.0 if number is None else self.scale
+        rewards = [torch.zeros(len(REWARDS))] if settings.dpo else []
+        reference, reference_waited = list[Tensor](), 0.0
+
+        def loss_of(index: int, batch: Batch, device: torch.device) -> Tensor:
+            if number is not None:
+                # Seeded by the index within the step, dropout doesn't depend on the replica or on a
+                # resumption. The second of two replicas has micro-batches 1, 3, 5 (`of_replica`).
+                step_index = self._replica + index * len(self._layout.plans)
+                seed_dropout(settings.seed, number, step_index)
+            if not settings.dpo:
+                return part.loss(batch, device) * (weights[index] * scale)
+            log_probs = part.log_probs(batch, device)
+            loss, means = preference_loss(log_probs, reference[index], settings.dpo_beta)
+            rewards.append(means * weights[index])
+            return loss * (weights[index] * scale)
+
+        if settings.dpo:
+            with as_reference(part.model):
+                reference, reference_waited = self._pass(
+                    micro_batches, lambda _, *inputs: part.log_probs(*inputs), learns=False
+                )
+        losses, waited = self._pass(micro_batches, loss_of, learns=number is not None)
+        sums = torch.stack([it.cpu() for it in rewards]).sum(dim=0).tolist() if rewards else []
+        return [float(loss) / scale for loss in losses], sums, waited + reference_waited
+
+    def _pass(
+        self,
+        micro_batches: Sequence[TrainingMicroBatch],
+        compute: Callable[[int, Batch, torch.device], Tensor],
+        *,
+        learns: bool,
+    ) -> tuple[list[Tensor], float]:
+        """Run this process's passes for micro-batches, with backward passes if `learns`.
+
+        Returns the results of `compute`, called with the index of a micro-batch, in the process of
+        the last stage, and the seconds spent waiting for other stages.
+        """
+        part = self._part
         batches: list[Batch] = [part.inputs(micro_batch) for micro_batch in micro_batches]
         if not batches:
             return [], 0.0
         routes = [part.route(batch) for batch in batches]
         names = max((route.devices for route in routes), key=len)
         routes = [route if route.devices == names else route.over(names) for route in routes]
-        weights = [micro_batch.trained_tokens / total for micro_batch in micro_batches]
-        scale = self.scale if learns else 1.0
         ranks = [self._layout.rank(self._replica, name) for name in names]
         channel = ProcessChannel(ranks, part.device)
 
         def forward(index: int, device: torch.device) -> Tensor:
-            if number is not None:
-                # Seeded by the index within the step, dropout doesn't depend on the replica or on a
-                # resumption. The second of two replicas has micro-batches 1, 3, 5 (`of_replica`).
-                step_index = self._replica + index * len(self._layout.plans)
-                seed_dropout(self._settings.seed, number, step_index)
-            return part.loss(part.send(batches[index], device), device) * (weights[index] * scale)
+            return compute(index, part.send(batches[index], device), device)
 
         pipeline = StagePipeline(
             part.interceptor,
@@ -210,9 +250,9 @@ class Trainer:
         passes = [timed.step for timed in order_passes(names, part.training, len(batches))]
         if not learns:
             passes = [step for step in passes if not step.is_backward]
-        losses = pipeline.run(routes, passes, forward, learns=learns)
+        results = pipeline.run(routes, passes, forward, learns=learns)
         channel.flush()
-        return [float(loss) / scale for loss in losses], channel.waited_seconds
+        return results, channel.waited_seconds
 
     def _gradients_here(self) -> list[Tensor]:
         """Return the existing gradients of this process's trained parameters."""

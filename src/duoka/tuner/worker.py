@@ -121,7 +121,7 @@ class _Worker:
         make_batches = partial(
             Batches,
             batch=settings.batch,
-            micro_batch=plan.workload.batch,
+            micro_batch=plan.workload.batch // dataset.group_size,
             packing=settings.packing,
             seed=settings.seed,
         )

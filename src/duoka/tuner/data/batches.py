@@ -29,8 +29,14 @@ class TrainingMicroBatch:
 
     @property
     def trained_tokens(self) -> int:
-        """Number of trained tokens: the weight of the micro-batch's mean loss in the step."""
+        """Number of trained tokens."""
         return sum(int(self.dataset.trained_tokens[list(row)].sum()) for row in self.rows)
+
+    @property
+    def num_losses(self) -> int:
+        """Number of losses of which the micro-batch's loss is the mean: of tokens, or of pairs."""
+        size = self.dataset.group_size
+        return self.trained_tokens if size == 1 else len(self.rows) // size
 
     @property
     def tokens(self) -> int:
@@ -102,8 +108,13 @@ class OptimizerStep:
 
     @property
     def trained_tokens(self) -> int:
-        """Number of trained tokens of all micro-batches, over which the step's loss is the mean."""
+        """Number of trained tokens of all micro-batches."""
         return sum(micro_batch.trained_tokens for micro_batch in self.micro_batches)
+
+    @property
+    def num_losses(self) -> int:
+        """Number of losses of all micro-batches, of which the step's loss is the mean."""
+        return sum(micro_batch.num_losses for micro_batch in self.micro_batches)
 
     def of_replica(self, replica: int, replicas: int) -> tuple[TrainingMicroBatch, ...]:
         """Return the micro-batches of a replica: every `replicas`-th, from `replica` on.
@@ -123,7 +134,8 @@ class Batches:
     """The endless sequence of steps over all epochs, indexed by step number.
 
     Order and packs depend on the dataset and the seed only, not on the number of replicas. An
-    epoch has the samples of `Dataset.draw`; packs are those of the first epoch. A step has `batch`
+    epoch has the samples of `Dataset.draw`; packs are those of the first epoch. With pairs of
+    samples each sample has a row, and the numbers below are those of pairs. A step has `batch`
     rows, the last step of an epoch the remaining rows. A row is a sample or, with packing, up to
     ``dataset.seq_length`` tokens of several samples (see `refuse_packing`). A micro-batch has
     `micro_batch` rows; if these are several, the rows of a step are sorted by length to reduce
@@ -153,7 +165,7 @@ class Batches:
 
     @property
     def num_rows(self) -> int:
-        """Number of samples, or of packed rows, in an epoch."""
+        """Number of samples, pairs or packed rows in an epoch."""
         return len(self._cached[1])
 
     @property
@@ -168,10 +180,13 @@ class Batches:
             self._cached = epoch, self._order(epoch)
         numbers = self._cached[1][place * self.batch : (place + 1) * self.batch].tolist()
         packs = self._packs
+        size = self.dataset.group_size
         if self.micro_batch > 1 and packs is None:
-            numbers.sort(key=lambda sample: self.dataset.lengths[sample])
-        rows = [(at,) if packs is None else tuple(packs[at]) for at in numbers]
-        groups = (rows[at : at + self.micro_batch] for at in range(0, len(rows), self.micro_batch))
+            numbers.sort(key=lambda at: self.dataset.lengths[at * size : (at + 1) * size].max())
+        singles = [(at * size + part,) for at in numbers for part in range(size)]
+        rows = singles if packs is None else [tuple(packs[at]) for at in numbers]
+        num_rows = self.micro_batch * size
+        groups = (rows[at : at + num_rows] for at in range(0, len(rows), num_rows))
         micro_batches = (TrainingMicroBatch(self.dataset, tuple(g), self.packing) for g in groups)
         return OptimizerStep(epoch=epoch, micro_batches=tuple(micro_batches))
 

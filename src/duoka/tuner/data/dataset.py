@@ -29,6 +29,7 @@ from duoka.models.text.prompts import ChatFormat, TrainingSample
 from ..settings import TuneSettings
 from .files import DataRow, data_files, read_rows, split_weight
 from .images import References, image_digests, pack_images, read_data_image, unpack_images
+from .pairs import pair_samples
 from .rows import Chat, Document, RowError, read_row, rename_columns
 from .samples import chat_samples, row_samples, truncate_chat
 
@@ -40,7 +41,7 @@ _DEFAULTS = TuneSettings()
 _LEAST_TOKENS = 2
 _SKIP = "fix them, or skip them with --skip-bad (skip_bad=True)"
 _MOST_LENGTHS = 32  # number of padded row lengths; the model is traced once for each of them
-_ABOUT = ("files", "weights", "seq_length")
+_ABOUT = ("files", "weights", "seq_length", "group_size")
 _ARRAYS = ("ids", "is_trained", "ends", "file_numbers", "lines")
 
 
@@ -66,7 +67,8 @@ class Dataset:
     `ends` [samples] has the offset after each sample, `file_numbers` and `lines` [samples] the
     index of its file in `files` and its line (or row) there. `weights` [files] are the weights of
     the files in an epoch; without them all are 1. `bad_rows` were skipped. `num_dropped` are the
-    numbers of messages that were dropped from conversations. `images` has the references of the
+    numbers of messages that were dropped from conversations. `group_size` samples in a row belong
+    together: 2 for pairs of a chosen and a rejected answer. `images` has the references of the
     images of each sample, or nothing if there are none; see `images.open_image`.
     """
 
@@ -77,6 +79,7 @@ class Dataset:
     lines: npt.NDArray[np.int64]
     files: tuple[str, ...]
     seq_length: int
+    group_size: int = 1
     weights: tuple[float, ...] = ()
     bad_rows: tuple[BadRow, ...] = ()
     num_dropped: tuple[int, ...] = ()
@@ -141,7 +144,7 @@ class Dataset:
         return digest.hexdigest()
 
     def draw(self, epoch: int, seed: int | None) -> npt.NDArray[np.int64]:
-        """Return the samples of an epoch, in the order of the files.
+        """Return the samples (or pairs) of an epoch by number, in the order of the files.
 
         Of n samples of a file, m = n · weight are drawn, rounded, at least one. Over the epochs all
         are drawn equally often: with a weight of 1.5 every second epoch twice. `seed` decides which
@@ -149,15 +152,15 @@ class Dataset:
         """
         # The sample of rank r, from 0 to n - 1, is drawn as often as e·m + r passes a multiple of n
         # in epoch e. With n = 4 and m = 3 the ranks 1, 2, 3 are drawn first, then 0, 2, 3.
-        copies = np.ones(len(self), np.int64)
+        copies = np.ones(len(self) // self.group_size, np.int64)
         for file, weight in enumerate(self.weights):
-            start, stop = np.searchsorted(self.file_numbers, (file, file + 1))
+            start, stop = np.searchsorted(self.file_numbers[:: self.group_size], (file, file + 1))
             number = max(1, stop - start)
             drawn = max(1, round(number * weight))
             ranks = np.random.default_rng([seed or 0, file, 0]).permutation(stop - start)
             passed = (epoch * drawn + ranks) // number
             copies[start:stop] = ((epoch + 1) * drawn + ranks) // number - passed
-        return np.repeat(np.arange(len(self)), copies)
+        return np.repeat(np.arange(len(copies)), copies)
 
     def tokens(self, sample: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
         """Return a sample's token ids, and the mask of its trained tokens."""
@@ -179,7 +182,7 @@ class Dataset:
         places = np.stack([self.file_numbers, self.lines])
         units = np.unique(places, axis=1, return_inverse=True)[1].ravel()
         if not units.any():
-            units = np.arange(len(self))
+            units = np.arange(len(self)) // self.group_size
         number = int(units.max()) + 1
         if number == 1:
             raise UsageError(
@@ -235,7 +238,8 @@ class Dataset:
             arrays: dict[str, Any] = {name: values.pop(name) for name in _ARRAYS}
             arrays |= {name: tuple(about[name]) for name in ("files", "weights")}
             images = unpack_images(**values) if values else ()
-            return cls(**arrays, seq_length=about["seq_length"], images=images)
+            sizes = {name: about[name] for name in ("seq_length", "group_size")}
+            return cls(**arrays, **sizes, images=images)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise FormatError(
                 f"{path} can't be read, or has no samples: {error}",
@@ -264,11 +268,13 @@ def read_dataset(
     weighted = [split_weight(path) if is_training else (Path(path), 1.0) for path in paths]
     files = [(file, weight) for path, weight in weighted for file in data_files([path])]
     collector = _Collector(chat, seq_length, settings)
-    most = settings.max_samples if is_training and settings.max_samples else sys.maxsize
+    size = settings.group_size
+    most = settings.max_samples * size if is_training and settings.max_samples else sys.maxsize
     for number, (file, _) in enumerate(files):
         say(f"reading {file}")
         rows = read_rows(file)
-        stop = len(collector.ends) + (most - len(collector.ends)) // (len(files) - number)
+        share = (most - len(collector.ends)) // (len(files) - number) // size * size
+        stop = len(collector.ends) + share
         while (remaining := stop - len(collector.ends)) and (row := next(rows, None)):
             collector.take(row, number, str(file), remaining)
     bad = collector.bad_rows
@@ -311,6 +317,7 @@ class _Collector:
         self._row_images: list[Image] = []
         self._seq_length = seq_length
         self._truncates = settings.long == "truncate"
+        self._group_size = settings.group_size
         self._ids, self._is_trained = array("i"), array("b")
         self._file_numbers, self._lines = array("i"), array("q")
 
@@ -350,6 +357,8 @@ class _Collector:
         self.last_keys = list(row.value)[:_MOST_SHOWN]
         takes_images = self._format[0].images is not None
         row_value = rename_columns(row.value, self._columns)
+        if self._group_size > 1:
+            return iter(pair_samples(row_value, *self._format))
         content = read_row(row_value, self._read_image if takes_images else None)
         if isinstance(content, Chat):
             self._row_images = images_of(content.messages)
@@ -397,6 +406,7 @@ class _Collector:
             lines=np.frombuffer(self._lines, np.int64),
             files=tuple(str(file) for file, _ in files),
             seq_length=self._seq_length,
+            group_size=self._group_size,
             weights=weights if set(weights) != {1.0} else (),
             bad_rows=tuple(self.bad_rows),
             num_dropped=tuple(self._num_dropped),

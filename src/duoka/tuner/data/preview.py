@@ -25,8 +25,9 @@ _MARKS = ("⟦", "⟧")
 def render_preview(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase, number: int = 3
 ) -> RenderableType:
-    """Render the size of the data and the first `number` samples, as the model will see them."""
-    samples = (_sample(dataset, tokenizer, at) for at in range(min(number, len(dataset))))
+    """Render the data's size and the first `number` samples or pairs, as the model will see them."""
+    number = min(number * dataset.group_size, len(dataset))
+    samples = (_sample(dataset, tokenizer, at) for at in range(number))
     return Group(*_summary(dataset), *samples)
 
 
@@ -34,12 +35,13 @@ def _summary(dataset: Dataset) -> Iterator[Text]:
     """Yield the numbers of samples and tokens, and the first skipped rows."""
     trained = int(dataset.trained_tokens.sum())
     share = trained / len(dataset.ids)
+    noun = "sample" if dataset.group_size == 1 else "pair"
     yield Text(
-        f"{format_count(len(dataset), 'sample')}, {len(dataset.ids):,} tokens, of which "
+        f"{format_count(len(dataset) // dataset.group_size, noun)}, {len(dataset.ids):,} tokens, of which "
         f"{trained:,} ({share:.0%}) are trained; the longest has {int(dataset.lengths.max()):,}"
     )
     if dataset.weights:
-        yield Text(f"{len(dataset.draw(0, None)):,} samples per epoch by the weights of the files")
+        yield Text(f"{len(dataset.draw(0, None)):,} {noun}s per epoch by the weights of the files")
     bad = dataset.bad_rows
     kinds = Counter(row.kind for row in bad)
     counts = [f"{number:,} {kind}" for kind, number in kinds.most_common()]
@@ -61,6 +63,8 @@ def _sample(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, at: int) -> Te
     """
     ids, is_trained = dataset.tokens(at)
     heading = f"{dataset.place(at)}  {len(ids)} tokens, {int(is_trained.sum())} trained"
+    if dataset.group_size > 1:
+        heading += f", {('chosen', 'rejected')[at % dataset.group_size]}"
     pairs = list(zip(ids.tolist(), is_trained.tolist(), strict=True))
     if dataset.images and dataset.images[at]:
         heading += f", {format_count(len(dataset.images[at]), 'image')}"

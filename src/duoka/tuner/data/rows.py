@@ -7,7 +7,7 @@ keys                               form
 or ``conversation``                and ShareGPT (``from``), or exchanges (``human`` and
                                    ``assistant``); optionally with ``system`` and ``tools``
 ``prompt``, ``completion``         two texts; the completion continues the prompt
-those of `_EXCHANGES`              a question and its answer: Alpaca, Dolly, ms-swift;
+those of `EXCHANGES`               a question and its answer: Alpaca, Dolly, ms-swift;
                                    optionally with ``input`` or ``context`` after the question,
                                    ``system``, ``history`` and ``tools``
 ``text``                           a document
@@ -43,15 +43,16 @@ from duoka.models.text.messages import (
 
 from .images import PLACEHOLDER, split_row
 
-# The question and the answer of an exchange.
-_EXCHANGES = (
+EXCHANGES = (
     # Alpaca, Dolly; ms-swift, ChatGLM-6B; AdvertiseGen
     ("instruction", "output"), ("instruction", "response"), ("query", "response"),
     ("prompt", "response"), ("content", "summary"), ("question", "answer"),
     # In lists of exchanges: ms-swift, XTuner
     ("human", "assistant"), ("user", "assistant"), ("input", "output"),
 )  # fmt: skip
-_ADDITIONS = ("input", "context")  # texts that follow a question
+"""The keys of the question and the answer of an exchange."""
+ADDITIONS = ("input", "context")
+"""Keys of texts that follow a question."""
 _KEYS = (
     "messages, conversations, a question and its answer (instruction and output, query and "
     "response, …), prompt and completion, or text; --columns names other keys"
@@ -75,7 +76,8 @@ _PREFERENCES = frozenset(
 )
 _MEDIA = frozenset({"image", "images", "video", "videos", "audio", "audios", "pixel"})
 _PLACE = re.compile(f"{PLACEHOLDER}\n?|\n{PLACEHOLDER}")
-_LISTS = ("messages", "conversations", "conversation")
+LISTS = ("messages", "conversations", "conversation")
+"""Keys of conversations."""
 _MARKS = frozenset(
     {"label", "labels", "loss", "weight", "weights", "learn", "desirable"}
     | {"train", "trained", "training", "trainable"}
@@ -133,8 +135,8 @@ def rename_columns(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mappin
     hidden = set(columns.values())
     if hidden.isdisjoint(row):
         return row
-    if not columns.keys() <= {"system", "history", "tools", "images"}:
-        hidden |= _FORM_KEYS
+    if not columns.keys() <= {"system", "history", "tools", "images", "chosen", "rejected"}:
+        hidden |= FORM_KEYS
     named = {_ROLE_KEYS.get(role, role): row.get(name) for role, name in columns.items()}
     return {key: row[key] for key in row if key not in hidden} | named
 
@@ -147,7 +149,7 @@ def read_row(row: Mapping[str, Any], read_image: ReadImage | None = None) -> Row
     """
     if read_image is None:
         return _read_text(row)
-    lists = {key: _list_of(row[key], key) for key in _LISTS if row.get(key)}
+    lists = {key: list_of(row[key], key) for key in LISTS if row.get(key)}
     row, images = split_row({**row, **lists})
     content = _read_text(row)
     if images is None:
@@ -196,7 +198,7 @@ def _read_completion(row: Mapping[str, Any], prompt: str, completion: str) -> Ro
 
 def _read_list(row: Mapping[str, Any], key: str) -> RowContent:
     """Read a row with a list of messages or exchanges."""
-    return _chat(_list_of(row[key], key), row)
+    return _chat(list_of(row[key], key), row)
 
 
 def _read_document(row: Mapping[str, Any], key: str) -> RowContent:
@@ -231,12 +233,17 @@ def _words(key: object) -> set[str]:
     return {word.lower() for word in _WORDS.findall(str(key))}
 
 
+def is_preference(key: str) -> bool:
+    """Return True for the key of an answer to prefer or reject, or of a grade."""
+    return bool(_words(key) & _PREFERENCES)
+
+
 # Other trainers have keys that mark content as trained or not. Ignoring such a key could train on
 # content that the author of the data excluded. A key is judged by its words:
 #
 #   "weight": 0, "isTrained": false   weight, trained     a message isn't trained, a row is refused
 #   "loss_mask": [1, 0]               loss, mask          refused: 1 may mean trained or hidden
-#   "chosen": "…", "rejected": "…"    preference data     refused: another method of training
+#   "chosen": "…", "rejected": "…"    preference data     refused; see `pairs`
 #   "id": 7, "source": "web"          none of the words   ignored
 def _marks(fields: Mapping[str, Any]) -> dict[str, bool]:
     """Return the keys that mark a row or message as trained or not, with their values.
@@ -248,10 +255,10 @@ def _marks(fields: Mapping[str, Any]) -> dict[str, bool]:
         words = _words(key)
         if value is None or value in ("", [], {}):
             continue
-        if words & _PREFERENCES:
+        if is_preference(key):
             raise UsageError(
-                f"{key!r} belongs to preference data (DPO, KTO), which isn't supported: keep the "
-                "better answer as the last message, and remove the other one"
+                f"{key!r} belongs to preference data (DPO, KTO): train on pairs of answers with "
+                "--dpo, or keep the better one as the last message, and remove the other one"
             )
         if words & _MEDIA and value:
             raise UsageError(f"{key!r} isn't supported: training uses text only")
@@ -330,9 +337,8 @@ def _messages(fields: Mapping[str, Any]) -> Iterator[ChatMessage]:
         if fields[key] and _words(key) & _REASONING:
             raise UsageError(f"{key!r} isn't supported; write it into the content")
     is_message = "role" in fields or "from" in fields
-    pairs = [] if is_message else [pair for pair in _EXCHANGES if fields.keys() >= {*pair}]
-    speaker = fields.get("role", fields.get("from"))
-    role = _ROLES.get(str(speaker).replace("-", "_"), speaker)
+    pairs = [] if is_message else [pair for pair in EXCHANGES if fields.keys() >= {*pair}]
+    speaker, role = fields.get("role", fields.get("from")), role_of(fields)
     content = fields.get("content", fields.get("value"))
     if pairs:
         yield from [*_system(fields), *_exchange(fields, *pairs[0])]
@@ -349,14 +355,20 @@ def _messages(fields: Mapping[str, Any]) -> Iterator[ChatMessage]:
         yield read_message({**fields, "role": role, "content": content, "tool_calls": calls})
 
 
+def role_of(item: Any) -> Any:
+    """Return the role of a message under its name in `ChatMessage`; None for another item."""
+    speaker = item.get("role", item.get("from")) if isinstance(item, Mapping) else None
+    return _ROLES.get(str(speaker).replace("-", "_"), speaker)
+
+
 def _exchange(fields: Mapping[str, Any], question: str, answer: str) -> Iterator[ChatMessage]:
     """Yield a question with its additions, and the answer, after the history."""
-    for pair in _list_of(fields.get("history"), "history"):
+    for pair in list_of(fields.get("history"), "history"):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise UsageError("'history' is not a list of question-answer pairs")
         yield ChatMessage(role="user", content=pair[0])
         yield ChatMessage(role="assistant", content=pair[1])
-    additions = [key for key in _ADDITIONS if fields.get(key) and key != question]
+    additions = [key for key in ADDITIONS if fields.get(key) and key != question]
     texts = [_text(fields, key) for key in (question, *additions)]
     yield ChatMessage(role="user", content="\n".join(filter(None, texts)))
     yield ChatMessage(role="assistant", content=_text(fields, answer))
@@ -365,10 +377,10 @@ def _exchange(fields: Mapping[str, Any], question: str, answer: str) -> Iterator
 _FORMS: tuple[tuple[tuple[str, ...], Callable[..., RowContent]], ...] = (
     *(((key,), _read_list) for key in ("messages", "conversations", "conversation")),
     (("prompt", "completion"), _read_completion),
-    *((keys, _read_exchange) for keys in _EXCHANGES),
+    *((keys, _read_exchange) for keys in EXCHANGES),
     (("text",), _read_document),
 )
-_FORM_KEYS = frozenset(key for keys, _ in _FORMS for key in keys).union(_ADDITIONS)
+FORM_KEYS = frozenset(key for keys, _ in _FORMS for key in keys).union(ADDITIONS)
 
 
 def _check_chat(
@@ -393,7 +405,7 @@ def _check_chat(
     if previous_role != "assistant":
         reason = "the last message is not an answer" if messages else "there are no messages"
         raise UsageError(reason)
-    tools = tuple(map(_json, _list_of(row.get("tools"), "tools")))
+    tools = tuple(map(_json, list_of(row.get("tools"), "tools")))
     refuse_half_pairs(json.dumps(tools, ensure_ascii=False, default=str), "a tool")
     return Chat(messages=tuple(_pair_results(messages)), tools=tools, unweighted=unweighted)
 
@@ -414,7 +426,7 @@ def _pair_results(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
             yield message if message.call_id in positions else replace(message, call_id="")
 
 
-def _list_of(value: Any, key: str) -> Sequence[Any]:
+def list_of(value: Any, key: str) -> Sequence[Any]:
     """Return a list, parsed from JSON if a string (in some tables, and ShareGPT's tools)."""
     items = _json(value) if isinstance(value, str) and value.strip() else value or []
     if not isinstance(items, list | tuple):
