@@ -431,6 +431,7 @@ def fit_to_data(
             seq_length=None if options.context is None else parse_tokens(options.context),
             packing=training.rows == "packed",
             train_vision=training.train_vision,
+            dpo=training.dpo,
         )
         settings, _ = read_data(checkpoint, data, settings)
     context = settings.workload(checkpoint).prompt_tokens

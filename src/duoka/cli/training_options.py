@@ -50,6 +50,10 @@ class TrainingOptions(OptionGroup):
         "With --train: training data, as for duoka tune; plan for its longest sample and its "
         "images. Repeatable.",
     )
+    dpo: bool = _train_flag(
+        "Train on preferences (DPO): pairs of a chosen and a rejected answer. The reference model "
+        "is the model without adapters. --batch and --micro-batch count pairs."
+    )
     micro_batch: int | None = _train(
         "N", "Sequences per micro-batch, of which --batch has several. By default 1.", min=1
     )
@@ -124,10 +128,11 @@ class TrainingOptions(OptionGroup):
             master_weights=True,
             schedule=choose("schedule", self.schedule or "1f1b", SCHEDULES),
             rows="packed" if self.packing else "unpadded",
+            dpo=self.dpo,
             **{name: value for name in names if is_given(value := getattr(self, name))},
         )
         if options.max_batch:  # one micro-batch, which is the batch to maximize
-            self.refuse("micro_batch", beside="--max-batch", hint="give only one of them")
+            self.refuse("micro_batch", "dpo", beside="--max-batch", hint="give only one of them")
             return training, options
         micro_batch = self.micro_batch or 1
         batch = options.batch or _BATCH
@@ -137,4 +142,4 @@ class TrainingOptions(OptionGroup):
                 hint=f"use a multiple of {micro_batch}",
             )
         training = replace(training, micro_batches=batch // micro_batch)
-        return training, replace(options, batch=self.micro_batch)
+        return training, replace(options, batch=micro_batch * (2 if self.dpo else 1))

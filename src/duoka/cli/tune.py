@@ -94,21 +94,7 @@ class TuneOptions(TrainingOptions):
     eval_data: list[str] | None = _data(
         "DATA", "Evaluation data, or a share of DATA such as 5%. Repeatable.", names=("--eval",)
     )
-<<<<<<< HEAD
-=======
-    method: str | None = _how(
-        "METHOD",
-        "lora (the default, adapters on frozen weights), qlora (adapters on 4-bit weights) or "
-        "full (every parameter).",
-        values=("lora", "qlora", "full"),
-        names=("--train",),
-    )
-    dpo: bool = _how_flag(
-        "Train on preferences (DPO): on pairs of a chosen and a rejected answer, in the data forms "
-        "of TRL, LLaMA-Factory and ms-swift. The model without adapters is the reference."
-    )
     dpo_beta: float | None = _how("BETA", "Scale of the rewards of DPO. By default 0.1.")
->>>>>>> 9d5e636f (Train on preferences with DPO: loss, reference model, pairs of answers)
     batch: int | None = _how("N", "Sequences per optimizer step. By default 8.", min=1)
     epochs: int | None = _how("N", "Number of epochs. By default 1.", min=1)
     steps: int | None = _how("N", "Number of optimizer steps, instead of --epochs.", min=1)

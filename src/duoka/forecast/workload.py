@@ -83,7 +83,8 @@ class Training:
     train_vision : bool
         Also train modules that only images reach, such as a vision tower; else they are frozen.
     dpo : bool
-        Train on preferences (DPO): count the time of the reference model's forward passes.
+        Train on preferences (DPO): on pairs of sequences, which a batch has one after the other.
+        The time of the reference model's forward passes is counted.
     rows : {"padded", "unpadded", "packed"}
         "padded": a mask covers the padding. "unpadded": no mask, which a causal model doesn't need.
         "packed": several samples per row, separated by a mask.
@@ -127,6 +128,9 @@ class Training:
         choose("optimizer", self.optimizer, OPTIMIZERS)
         choose("schedule", self.schedule, SCHEDULES)
         choose("rows", self.rows, ROWS)
+        if self.dpo and (self.method == "full" or self.rows == "packed"):
+            problem = "DPO trains adapters, whose absence is the reference, on pairs of plain rows"
+            raise UsageError(problem, hint="use --train lora or --train qlora, without --packing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

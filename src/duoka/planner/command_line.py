@@ -56,7 +56,7 @@ def change(
 # Fields of `Training` with an option of the same name.
 _TRAINING = (
     *("optimizer", "lora_rank", "lora_alpha", "rslora", "lora_dropout", "schedule"),
-    "train_vision",
+    *("train_vision", "dpo"),
 )
 
 
@@ -72,8 +72,9 @@ def _option_values(request: PlanRequest) -> Iterator[tuple[str, object, object]]
     yield "--serve", is_served, False
     yield "--max-batch", request.largest == "batch", False
     if request.largest != "batch" and training is not None:
-        yield "--batch", workload.batch * training.micro_batches, _USUAL_BATCH
-        yield "--micro-batch", workload.batch, 1
+        micro_batch = workload.batch // 2 if training.dpo else workload.batch
+        yield "--batch", micro_batch * training.micro_batches, _USUAL_BATCH
+        yield "--micro-batch", micro_batch, 1
     elif request.largest != "batch":
         batch = ("--sequences", None) if is_served else ("--batch", _USUAL.batch)
         yield batch[0], workload.batch, batch[1]

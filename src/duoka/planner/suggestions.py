@@ -160,7 +160,8 @@ class SuggestionSearch:
             return
         # An optimizer step has as many sequences as before.
         total = workload.batch * training.micro_batches
-        smaller = [size for size in range(workload.batch - 1, 0, -1) if total % size == 0]
+        step = 2 if training.dpo else 1
+        smaller = [size for size in range(workload.batch - step, 0, -step) if total % size == 0]
         changes = [(size, replace(training, micro_batches=total // size)) for size in smaller]
         works = [replace(workload, batch=size, training=change) for size, change in changes]
         yield from self._try(knob, *(replace(problem, workload=work) for work in works))
@@ -380,7 +381,7 @@ class SuggestionSearch:
         return {
             "context": _describe_context(workload),
             "chunk": _describe_chunk(workload),
-            "batch": workload.batch,
+            "batch": workload.batch // (2 if requested.dpo else 1),
             "bits": _BITS.get(workload.quantize),
             "scheme": workload.quantize,
             "weights": format_bytes(sum(stage.weight_bytes for stage in stages)),

@@ -145,9 +145,8 @@ class ModelPart:
         logits = self._call(self.model, inputs, device).logits.float()
         # The logits of each token predict the next one; those of the last token predict none.
         labels = pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
-        losses = cross_entropy(
-            logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), reduction="none"
-        )
+        logits = logits.reshape(-1, logits.shape[-1])
+        losses = cross_entropy(logits, labels.flatten(), reduction="none")
         return -losses.view(labels.shape).sum(dim=1)
 
     def route(self, batch: Batch) -> Route:

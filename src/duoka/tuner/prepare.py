@@ -256,10 +256,10 @@ def _check_plan(plan: Plan, checkpoint: Checkpoint, settings: TuneSettings) -> P
     workload = settings.workload(checkpoint)
     needed = workload.training
     assert needed is not None, "the settings are for training"
-    size, length = settings.group_size, plan.workload.prompt_tokens
+    size, length = 2 if settings.dpo else 1, plan.workload.prompt_tokens
     if plan.workload.batch % size:
         problem = f"the plan has micro-batches of {plan.workload.batch}, and a pair is 2 sequences"
-        raise UsageError(problem, hint="create a plan with --batch 2")
+        raise UsageError(problem, hint="create a plan with --dpo")
     options = {
         "train": (training.method, needed.method),
         "batch": (training.micro_batches * plan.workload.batch // size, settings.batch),

@@ -39,8 +39,7 @@ COLUMNS = ("prompt", "query", "response", "messages", "text", *_CONTEXT)
 TRACKERS = ("tensorboard", "wandb", "swanlab")
 _SEQ_LENGTH = 2048
 _IMAGE_SIZE = 1024, 1024  # the default of workloads, which is without effect for text
-_RATES: dict[TuneMethod, float] = {"lora": 1e-4, "qlora": 1e-4, "full": 1e-5}
-_DPO_RATE = 5e-6
+_RATES = {"lora": 1e-4, "qlora": 1e-4, "full": 1e-5, "dpo": 5e-6}
 _WARMUP_SHARE = 0.03
 _NUM_INTERVALS = 10  # by default a run has as many checkpoints and evaluations
 # The minimum of each integer setting; those in `_OPTIONAL` may be None.
@@ -214,7 +213,8 @@ class TuneSettings:
         for name in self.report_to:
             choose("report_to", name, TRACKERS)
         self._refuse_rates()
-        self._refuse_beside_dpo()
+        if not self.dpo and not self.columns.keys().isdisjoint(_ANSWERS):
+            raise UsageError("columns names answers of pairs, which are for DPO", hint="add --dpo")
         if self.batch % self.micro_batch:
             raise UsageError(
                 f"a batch of {self.batch} is not divisible into micro-batches of "
@@ -244,21 +244,6 @@ class TuneSettings:
                 hint="omit it, or use adamw",
             )
 
-    def _refuse_beside_dpo(self) -> None:
-        """Raise UsageError for settings that DPO doesn't support, or that only DPO has."""
-        if self.dpo and self.method == "full":
-            problem = "DPO needs adapters: its reference model is the model without them"
-            raise UsageError(problem, hint="use --train lora or --train qlora")
-        if self.dpo and self.packing:
-            raise UsageError("pairs of answers can't be packed", hint="train without --packing")
-        if not self.dpo and not self.columns.keys().isdisjoint(_ANSWERS):
-            raise UsageError("columns names answers of pairs, which are for DPO", hint="add --dpo")
-
-    @property
-    def group_size(self) -> int:
-        """Number of sequences that are trained together: two in DPO."""
-        return 2 if self.dpo else 1
-
     @property
     def eval_share(self) -> float | None:
         """The share of the training data that is set aside for evaluations; None for files."""
@@ -281,8 +266,7 @@ class TuneSettings:
     @property
     def learning_rate(self) -> float:
         """The maximum learning rate, with the method's default."""
-        default = _DPO_RATE if self.dpo else _RATES[self.method]
-        return default if self.lr is None else self.lr
+        return _RATES["dpo" if self.dpo else self.method] if self.lr is None else self.lr
 
     def rate_at(self, step: int, num_steps: int) -> float:
         """Return the learning rate of a step; steps count from 0."""
@@ -321,7 +305,7 @@ class TuneSettings:
             )
         is_qlora = self.method == "qlora" and self.quantize == "none"
         return Workload(
-            batch=self.micro_batch * self.group_size,
+            batch=self.micro_batch * (2 if self.dpo else 1),
             prompt_tokens=self.seq_length or min(_SEQ_LENGTH, limit or _SEQ_LENGTH),
             new_tokens=0,
             dtype=self.dtype,

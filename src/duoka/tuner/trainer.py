@@ -27,6 +27,9 @@ from .part import Batch, ModelPart
 from .preferences import REWARDS, as_reference, preference_loss
 from .settings import TuneSettings
 
+Compute = Callable[[int, Batch, torch.device], Tensor]
+"""Calls the model with a micro-batch by its index, on a device; returns the last stage's result."""
+
 # Loss scaling for float16: the defaults of torch.amp.GradScaler.
 _FIRST_SCALE = 2.0**16
 _GROWTH_STEPS = 2000
@@ -52,9 +55,9 @@ class StepReport:
     """Report of an optimizer step.
 
     `loss` is the mean over the trained tokens or, in DPO, over the pairs, whose mean rewards are
-    `rewards`, by the names of `preferences.REWARDS`; `is_skipped` means that float16 gradients overflowed
-    and the weights are unchanged; `saves` means that some process wants a checkpoint of this step,
-    and `stops` that one was asked to stop after it.
+    `rewards`, by the names of `preferences.REWARDS`; `is_skipped` means that float16 gradients
+    overflowed and the weights are unchanged; `saves` means that some process wants a checkpoint of
+    this step, and `stops` that one was asked to stop after it.
     """
 
     step: int
@@ -80,9 +83,9 @@ class StepReport:
 # replica that runs a micro-batch.
 #
 # After the passes each process all-gathers [loss, squared norm of its gradients, seconds waited,
-# peak allocated, peak reserved, save, stop, rewards of DPO]. From the same numbers all processes take the same
-# decisions: to stop, to skip the step, and by how much to clip. The norm is computed from the
-# processes of replica 0, which together hold each parameter once.
+# peak allocated, peak reserved, save, stop, rewards of DPO]. From the same numbers all processes
+# take the same decisions: to stop, to skip the step, and by how much to clip. The norm is computed
+# from the processes of replica 0, which together hold each parameter once.
 class Trainer:
     """Runs the steps of a run in a process; all processes call the same methods together."""
 
@@ -121,7 +124,8 @@ class Trainer:
         begin = time.perf_counter()
         micro_batches = step.of_replica(self._replica, len(self._layout.plans))
         rate = self._settings.rate_at(number, self._num_steps)
-        losses, rewards, waited = self._run(micro_batches, step.num_losses, number=number)
+        total = sum(micro_batch.num_losses for micro_batch in step.micro_batches)
+        losses, rewards, waited = self._run(micro_batches, total, number=number)
         devices.synchronize(self._part.device)
         passed = time.perf_counter()
         dist.barrier()  # wait until all processes have finished their passes
@@ -163,7 +167,7 @@ class Trainer:
 
     def evaluate(self, steps: Sequence[OptimizerStep]) -> float:
         """Return the mean loss of all steps' trained tokens, or pairs, without training."""
-        total = sum(step.num_losses for step in steps)
+        total = sum(it.num_losses for step in steps for it in step.micro_batches)
         self._part.model.eval()
         try:
             with torch.no_grad():
@@ -199,11 +203,12 @@ class Trainer:
                 # resumption. The second of two replicas has micro-batches 1, 3, 5 (`of_replica`).
                 step_index = self._replica + index * len(self._layout.plans)
                 seed_dropout(settings.seed, number, step_index)
-            if not settings.dpo:
-                return part.loss(batch, device) * (weights[index] * scale)
-            log_probs = part.log_probs(batch, device)
-            loss, means = preference_loss(log_probs, reference[index], settings.dpo_beta)
-            rewards.append(means * weights[index])
+            if settings.dpo:
+                log_probs = part.log_probs(batch, device)
+                loss, means = preference_loss(log_probs, reference[index], settings.dpo_beta)
+                rewards.append(means * weights[index])
+            else:
+                loss = part.loss(batch, device)
             return loss * (weights[index] * scale)
 
         if settings.dpo:
@@ -216,11 +221,7 @@ class Trainer:
         return [float(loss) / scale for loss in losses], sums, waited + reference_waited
 
     def _pass(
-        self,
-        micro_batches: Sequence[TrainingMicroBatch],
-        compute: Callable[[int, Batch, torch.device], Tensor],
-        *,
-        learns: bool,
+        self, micro_batches: Sequence[TrainingMicroBatch], compute: Compute, *, learns: bool
     ) -> tuple[list[Tensor], float]:
         """Run this process's passes for micro-batches, with backward passes if `learns`.
 

@@ -85,8 +85,8 @@ def _drop_space(text: str) -> str:
     return "".join(text.split())
 
 
-def common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Count the equal tokens at the beginning of two lists of ids."""
+def common_length(first: Sequence[object], second: Sequence[object]) -> int:
+    """Count the equal items at the beginning of two sequences, the first of which ends earlier."""
     pairs = zip(first, second, strict=False)
     return next((at for at, (one, other) in enumerate(pairs) if one != other), len(first))
 

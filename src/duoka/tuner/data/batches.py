@@ -34,7 +34,7 @@ class TrainingMicroBatch:
 
     @property
     def num_losses(self) -> int:
-        """Number of losses of which the micro-batch's loss is the mean: of tokens, or of pairs."""
+        """Number of trained tokens, or of pairs, whose mean loss is that of the micro-batch."""
         size = self.dataset.group_size
         return self.trained_tokens if size == 1 else len(self.rows) // size
 
@@ -110,11 +110,6 @@ class OptimizerStep:
     def trained_tokens(self) -> int:
         """Number of trained tokens of all micro-batches."""
         return sum(micro_batch.trained_tokens for micro_batch in self.micro_batches)
-
-    @property
-    def num_losses(self) -> int:
-        """Number of losses of all micro-batches, of which the step's loss is the mean."""
-        return sum(micro_batch.num_losses for micro_batch in self.micro_batches)
 
     def of_replica(self, replica: int, replicas: int) -> tuple[TrainingMicroBatch, ...]:
         """Return the micro-batches of a replica: every `replicas`-th, from `replica` on.

@@ -238,8 +238,8 @@ class Dataset:
             arrays: dict[str, Any] = {name: values.pop(name) for name in _ARRAYS}
             arrays |= {name: tuple(about[name]) for name in ("files", "weights")}
             images = unpack_images(**values) if values else ()
-            sizes = {name: about[name] for name in ("seq_length", "group_size")}
-            return cls(**arrays, **sizes, images=images)
+            arrays |= {name: about[name] for name in ("seq_length", "group_size")}
+            return cls(**arrays, images=images)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise FormatError(
                 f"{path} can't be read, or has no samples: {error}",
@@ -268,7 +268,7 @@ def read_dataset(
     weighted = [split_weight(path) if is_training else (Path(path), 1.0) for path in paths]
     files = [(file, weight) for path, weight in weighted for file in data_files([path])]
     collector = _Collector(chat, seq_length, settings)
-    size = settings.group_size
+    size = collector.group_size
     most = settings.max_samples * size if is_training and settings.max_samples else sys.maxsize
     for number, (file, _) in enumerate(files):
         say(f"reading {file}")
@@ -317,7 +317,7 @@ class _Collector:
         self._row_images: list[Image] = []
         self._seq_length = seq_length
         self._truncates = settings.long == "truncate"
-        self._group_size = settings.group_size
+        self.group_size = 2 if settings.dpo else 1
         self._ids, self._is_trained = array("i"), array("b")
         self._file_numbers, self._lines = array("i"), array("q")
 
@@ -357,7 +357,7 @@ class _Collector:
         self.last_keys = list(row.value)[:_MOST_SHOWN]
         takes_images = self._format[0].images is not None
         row_value = rename_columns(row.value, self._columns)
-        if self._group_size > 1:
+        if self.group_size > 1:
             return iter(pair_samples(row_value, *self._format))
         content = read_row(row_value, self._read_image if takes_images else None)
         if isinstance(content, Chat):
@@ -406,7 +406,7 @@ class _Collector:
             lines=np.frombuffer(self._lines, np.int64),
             files=tuple(str(file) for file, _ in files),
             seq_length=self._seq_length,
-            group_size=self._group_size,
+            group_size=self.group_size,
             weights=weights if set(weights) != {1.0} else (),
             bad_rows=tuple(self.bad_rows),
             num_dropped=tuple(self._num_dropped),

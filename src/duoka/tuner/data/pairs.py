@@ -12,13 +12,12 @@ A row is split into two, with one answer each, which `rows` reads with its forms
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import islice, takewhile
 from typing import Any
 
 from duoka.errors import UsageError
+from duoka.models.text.chat_template import common_length
 from duoka.models.text.prompts import ChatFormat, TrainingSample
 
 from ..settings import TrainOn
@@ -26,7 +25,7 @@ from . import rows
 from .samples import row_samples
 
 _KEYS = "chosen and rejected, or rejected_response or rejected_messages beside an answer"
-_MOST_SHOWN = 8
+_COMPLETION = "prompt", "completion"
 Row = Mapping[str, Any]
 
 
@@ -49,8 +48,7 @@ def read_pair(row: Row) -> list[rows.RowContent]:
     if chosen == rejected:
         raise rows.RowError("with equal answers", "chosen and rejected are equal")
     if isinstance(chosen, rows.Chat) and isinstance(rejected, rows.Chat):
-        both = zip(chosen.messages, rejected.messages, strict=False)
-        num_common = len([*takewhile(lambda messages: messages[0] == messages[1], both)])
+        num_common = common_length(chosen.messages, rejected.messages)
         if num_common in (0, len(chosen.messages), len(rejected.messages)):
             raise UsageError("chosen and rejected are not two answers after common messages")
         common = frozenset(range(num_common))
@@ -60,7 +58,8 @@ def read_pair(row: Row) -> list[rows.RowContent]:
         raise UsageError("chosen and rejected are not two texts, or two conversations")
     if any(it.prompt for it in texts):
         return pair
-    prompt = os.path.commonprefix([it.completion for it in texts]).removesuffix(" ")
+    shorter, longer = sorted((it.completion for it in texts), key=len)
+    prompt = shorter[: common_length(shorter, longer)].removesuffix(" ")
     return [rows.PromptCompletion(prompt, it.completion.removeprefix(prompt)) for it in texts]
 
 
@@ -71,32 +70,33 @@ def _split(row: Row) -> tuple[Row, Row]:
     if row.get("rejected_messages"):
         return fields, {**_context(fields), "messages": row["rejected_messages"]}
     if not rejected:
-        keys = ", ".join(islice(row, _MOST_SHOWN)) or "none"
-        raise rows.RowError("of an unknown form", f"its keys are {keys}; DPO needs {_KEYS}")
+        raise rows.RowError("without a pair", f"it has no pair of answers: {_KEYS}")
     return _with_answer(fields, chosen) if chosen else fields, _with_answer(fields, rejected)
 
 
 def _with_answer(fields: Row, answer: Any) -> Row:
     """Return the row with an answer in place of its own: a text, a message, or messages."""
-    lists = [key for key in rows.LISTS if fields.get(key)]
-    lists += ["prompt"] if isinstance(fields.get("prompt"), list) else []
+    context = _context(fields)
+    lists = [key for key in ("prompt", *rows.LISTS) if isinstance(fields.get(key), list)]
     if isinstance(answer, str) and not lists:
         # If the row has an answer of its own, as in ms-swift, the form is that of the own answer.
-        forms = [form for form in (("prompt", "completion"), *rows.EXCHANGES) if fields.get(form[0])]
-        forms.sort(key=lambda form: form[1] not in fields)
-        question, key = (*forms, ("prompt", "completion"))[0]
-        return {**_context(fields), question: fields.get(question, ""), key: answer}
-    prompt = [{"role": "user", "content": fields.get("prompt")}]
-    conversation = [*rows.list_of(fields[lists[-1]], lists[-1])] if lists else prompt
-    while conversation and rows.role_of(conversation[-1]) == "assistant":
-        conversation.pop()  # the row's own answer
+        forms = [keys for keys in (_COMPLETION, *rows.EXCHANGES) if fields.get(keys[0])]
+        forms.sort(key=lambda keys: keys[1] not in fields)
+        question, key = (*forms, _COMPLETION)[0]
+        return {**context, question: fields.get(question, ""), key: answer}
     if isinstance(answer, str):
         answer = {"role": "assistant", "content": answer}
     messages = [answer] if isinstance(answer, Mapping) else [*rows.list_of(answer, "an answer")]
-    is_whole = bool(messages) and rows.role_of(messages[0]) in ("system", "user")
-    return {**_context(fields), "messages": messages if is_whole else [*conversation, *messages]}
+    if messages and rows.role_of(messages[0]) in ("system", "user"):  # a whole conversation
+        return {**context, "messages": messages}
+    prompt = {"role": "user", "content": fields.get("prompt")}
+    conversation = [*fields[lists[0]]] if lists else [prompt]
+    while conversation and rows.role_of(conversation[-1]) == "assistant":
+        conversation.pop()  # the row's own answer
+    return {**context, "messages": [*conversation, *messages]}
 
 
 def _context(fields: Row) -> Row:
     """Return the fields that aren't a question, an answer, or a conversation."""
-    return {key: fields[key] for key in fields if key not in rows.FORM_KEYS or key in rows.ADDITIONS}
+    answered = rows.FORM_KEYS.difference(rows.ADDITIONS)
+    return {key: value for key, value in fields.items() if key not in answered}

@@ -25,7 +25,7 @@ _MARKS = ("⟦", "⟧")
 def render_preview(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase, number: int = 3
 ) -> RenderableType:
-    """Render the data's size and the first `number` samples or pairs, as the model will see them."""
+    """Render the data's size and the first `number` samples (or pairs) as the model sees them."""
     number = min(number * dataset.group_size, len(dataset))
     samples = (_sample(dataset, tokenizer, at) for at in range(number))
     return Group(*_summary(dataset), *samples)
@@ -36,8 +36,9 @@ def _summary(dataset: Dataset) -> Iterator[Text]:
     trained = int(dataset.trained_tokens.sum())
     share = trained / len(dataset.ids)
     noun = "sample" if dataset.group_size == 1 else "pair"
+    number = format_count(len(dataset) // dataset.group_size, noun)
     yield Text(
-        f"{format_count(len(dataset) // dataset.group_size, noun)}, {len(dataset.ids):,} tokens, of which "
+        f"{number}, {len(dataset.ids):,} tokens, of which "
         f"{trained:,} ({share:.0%}) are trained; the longest has {int(dataset.lengths.max()):,}"
     )
     if dataset.weights:
