@@ -109,7 +109,8 @@ def make_part(layout: Layout, settings: TuneSettings, rank: int = 0) -> ModelPar
 
 def make_batches(settings: TuneSettings, lengths: Sequence[int] = LENGTHS) -> Batches:
     """The steps of a run."""
-    return Batches(make_dataset(lengths), batch=settings.batch, micro_batch=settings.micro_batch)
+    dataset = replace(make_dataset(lengths), group_size=2 if settings.dpo else 1)
+    return Batches(dataset, batch=settings.batch, micro_batch=settings.micro_batch)
 
 
 Gradients = dict[str, Tensor | None]

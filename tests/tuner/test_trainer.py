@@ -303,6 +303,7 @@ def test_waiting_for_others_is_not_busy(make: Make, monkeypatch: pytest.MonkeyPa
 # ── several processes ──
 
 SHARED = TuneSettings(**SETTINGS, optimizer="sgd", max_grad_norm=0.5)
+PAIRS = TuneSettings(**{**SETTINGS, "batch": 2}, dpo=True)
 CASES = {
     "stages": Case(SHARED, stages=2),
     "replicas": Case(SHARED, replicas=2),
@@ -310,6 +311,8 @@ CASES = {
     # In one of the processes nothing is trained.
     "first stage": Case(TuneSettings(**SETTINGS, lora_target=("0.self_attn.v_proj",)), stages=2),
     "last stage": Case(TuneSettings(**SETTINGS, lora_target=("1.self_attn.v_proj",)), stages=2),
+    "pairs in stages": Case(PAIRS, stages=2, lengths=(*LENGTHS, 11)),
+    "pairs in replicas": Case(PAIRS, replicas=2, lengths=(*LENGTHS, 11)),
     "nan in a stage": Case(SHARED, stages=2, damage="nan"),
     "nan in a replica": Case(SHARED, replicas=2, damage="nan"),
 }
@@ -326,7 +329,7 @@ def together(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Together:
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["stages", "replicas", "one sample", "first stage", "last stage"])
+@pytest.mark.parametrize("name", [name for name in CASES if "nan" not in name])
 def test_processes_learn_what_one_does(
     name: str, together: Together, llama: Path, alone: None
 ) -> None:
@@ -340,6 +343,7 @@ def test_processes_learn_what_one_does(
         for report, expected in zip(process.reports, one.reports, strict=True):
             assert report.loss == pytest.approx(expected.loss, rel=1e-5)
             assert report.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+            assert report.rewards == pytest.approx(expected.rewards, abs=1e-5)
         for key, value in process.parameters.items():
             torch.testing.assert_close(value, parameters.setdefault(key, value))
     assert parameters.keys() == one.parameters.keys()

@@ -77,7 +77,8 @@ def _split(row: Row) -> tuple[Row, Row]:
 def _with_answer(fields: Row, answer: Any) -> Row:
     """Return the row with an answer in place of its own: a text, a message, or messages."""
     context = _context(fields)
-    lists = [key for key in ("prompt", *rows.LISTS) if isinstance(fields.get(key), list)]
+    lists = ["prompt"] if isinstance(fields.get("prompt"), list) else []
+    lists += [key for key in rows.LISTS if fields.get(key)]
     if isinstance(answer, str) and not lists:
         # If the row has an answer of its own, as in ms-swift, the form is that of the own answer.
         forms = [keys for keys in (_COMPLETION, *rows.EXCHANGES) if fields.get(keys[0])]
@@ -90,7 +91,7 @@ def _with_answer(fields: Row, answer: Any) -> Row:
     if messages and rows.role_of(messages[0]) in ("system", "user"):  # a whole conversation
         return {**context, "messages": messages}
     prompt = {"role": "user", "content": fields.get("prompt")}
-    conversation = [*fields[lists[0]]] if lists else [prompt]
+    conversation = [*rows.list_of(fields[lists[0]], lists[0])] if lists else [prompt]
     while conversation and rows.role_of(conversation[-1]) == "assistant":
         conversation.pop()  # the row's own answer
     return {**context, "messages": [*conversation, *messages]}
