@@ -210,7 +210,6 @@ def test_what_was_written_into_logits_stays_there() -> None:
     [
         {"label_smoothing": 0.1},
         {"weight": torch.arange(5.0)},
-        {"reduction": "none"},
     ],
 )
 def test_rare_losses_are_torchs(options: dict[str, Any], chunks: list[slice]) -> None:
@@ -221,6 +220,23 @@ def test_rare_losses_are_torchs(options: dict[str, Any], chunks: list[slice]) ->
     loss = nn.functional.cross_entropy(model.head(hidden).view(-1, 5), target, **options)
     assert loss.equal(expected)
     assert not chunks
+
+
+def test_losses_of_rows(chunks: list[slice]) -> None:
+    """Each has a gradient of its own."""
+    model, hidden = head_of()
+    target, results = torch.tensor([-100, *range(5), *range(5), 0, 1, 2]), []
+    for is_chunked in (False, True):
+        if is_chunked:
+            chunk_loss(model)
+        leaf = hidden.detach().requires_grad_()
+        logits = model.head(leaf).view(-1, 5)
+        losses = nn.functional.cross_entropy(logits, target, reduction="none")
+        weights = torch.arange(14.0)
+        results.append([losses, *torch.autograd.grad(losses @ weights, [leaf, model.head.weight])])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+    assert len(chunks) == 8
 
 
 def test_a_wrong_number_of_labels_is_refused_as_ever() -> None:

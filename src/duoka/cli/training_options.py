@@ -142,4 +142,4 @@ class TrainingOptions(OptionGroup):
                 hint=f"use a multiple of {micro_batch}",
             )
         training = replace(training, micro_batches=batch // micro_batch)
-        return training, replace(options, batch=micro_batch * (2 if self.dpo else 1))
+        return training, replace(options, batch=2 * micro_batch if self.dpo else self.micro_batch)

@@ -77,10 +77,11 @@ class StepReport:
 
 # The loss of a step is the mean over all its trained tokens. A micro-batch's loss is the mean over
 # the micro-batch's own trained tokens, so it is weighted by their share before the backward pass:
-# micro-batches of 30 and 10 trained tokens have the weights 3/4 and 1/4; in DPO pairs are counted
-# instead of tokens. Gradients are then plain
-# sums, over micro-batches by autograd and over replicas by `GradientSum`, and don't depend on the
-# replica that runs a micro-batch.
+# micro-batches of 30 and 10 trained tokens have the weights 3/4 and 1/4. DPO counts pairs instead.
+# Gradients are then plain sums, over micro-batches by autograd and over replicas by `GradientSum`,
+# and don't depend on the replica that runs a micro-batch.
+#
+# DPO runs all forward passes of the step without adapters first, then the passes of the loss.
 #
 # After the passes each process all-gathers [loss, squared norm of its gradients, seconds waited,
 # peak allocated, peak reserved, save, stop, rewards of DPO]. From the same numbers all processes
@@ -329,7 +330,7 @@ class Trainer:
             if not math.isfinite(loss):
                 raise TrainingError(
                     f"the loss is {loss} in step {number + 1}, for the samples of "
-                    f"{', '.join(micro_batch.places[:5])}",
+                    f"{', '.join([*dict.fromkeys(micro_batch.places)][:5])}",
                     hint=self._remedy(number),
                 )
         if not math.isfinite(float(all_losses.sum())):
