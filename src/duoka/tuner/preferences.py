@@ -21,8 +21,8 @@ from torch.nn.functional import logsigmoid
 
 from duoka.models.trainable import adapted_layers
 
+# The means of rewards that a step reports, as TRL calls them.
 REWARDS = ("chosen", "rejected", "accuracies", "margins")
-"""The means of rewards that a step reports, as TRL calls them."""
 
 
 def preference_loss(log_probs: Tensor, reference: Tensor, beta: float) -> tuple[Tensor, Tensor]:

@@ -27,8 +27,8 @@ from .part import Batch, ModelPart
 from .preferences import REWARDS, as_reference, preference_loss
 from .settings import TuneSettings
 
+# Calls the model with a micro-batch, given with its index, and returns the last stage's result.
 Compute = Callable[[int, Batch, torch.device], Tensor]
-"""Calls the model with a micro-batch by its index, on a device; returns the last stage's result."""
 
 # Loss scaling for float16: the defaults of torch.amp.GradScaler.
 _FIRST_SCALE = 2.0**16

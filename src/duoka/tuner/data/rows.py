@@ -43,6 +43,7 @@ from duoka.models.text.messages import (
 
 from .images import PLACEHOLDER, split_row
 
+# The question and the answer of an exchange.
 EXCHANGES = (
     # Alpaca, Dolly; ms-swift, ChatGLM-6B; AdvertiseGen
     ("instruction", "output"), ("instruction", "response"), ("query", "response"),
@@ -50,9 +51,7 @@ EXCHANGES = (
     # In lists of exchanges: ms-swift, XTuner
     ("human", "assistant"), ("user", "assistant"), ("input", "output"),
 )  # fmt: skip
-"""The keys of the question and the answer of an exchange."""
-ADDITIONS = ("input", "context")
-"""Keys of texts that follow a question."""
+ADDITIONS = ("input", "context")  # texts that follow a question
 _KEYS = (
     "messages, conversations, a question and its answer (instruction and output, query and "
     "response, …), prompt and completion, or text; --columns names other keys"
@@ -77,7 +76,6 @@ _PREFERENCES = frozenset(
 _MEDIA = frozenset({"image", "images", "video", "videos", "audio", "audios", "pixel"})
 _PLACE = re.compile(f"{PLACEHOLDER}\n?|\n{PLACEHOLDER}")
 LISTS = ("messages", "conversations", "conversation")
-"""Keys of conversations."""
 _MARKS = frozenset(
     {"label", "labels", "loss", "weight", "weights", "learn", "desirable"}
     | {"train", "trained", "training", "trainable"}
