@@ -88,6 +88,15 @@ def test_plan_and_tune_plan_the_same(tiny: Path, tmp_path: Path) -> None:
     )
 
 
+def test_a_pair_is_two_sequences() -> None:
+    training, options = TrainingOptions(method="lora", dpo=True, micro_batch=2).read(
+        PlanOptions(batch=6)
+    )
+    assert training is not None
+    assert (training.dpo, training.micro_batches, options.batch) == (True, 3, 4)
+    assert training == TuneSettings(dpo=True, batch=6, micro_batch=2)._training(())
+
+
 @pytest.mark.slow
 def test_a_plan_has_the_length_of_the_data(tiny: Path, tmp_path: Path, capsys: Any) -> None:
     data = tmp_path / "chats.jsonl"

@@ -37,6 +37,7 @@ LINES = (
     "--offload --host-memory 64GB,60GB/s",
     "--host-memory 1000B",
     "--train lora --optimizer adamw8bit --lora-alpha 4 --rslora --lora-dropout 0.1",
+    "--train lora --dpo --batch 6 --micro-batch 3",
     "--train lora --lora-rank 4 --lora-target q_proj --lora-target 'v proj'",
 )
 Ask = Callable[[str], PlanRequest]

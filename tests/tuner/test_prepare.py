@@ -55,6 +55,7 @@ def test_the_scale_of_adapters_is_the_runs(model: Path, plan: Plan, tmp_path: Pa
         ({"quantize": "int8"}, "the plan has another --quantize: none, not int8"),
         ({"method": "qlora"}, "the plan has another --quantize: none, not nf4"),
         ({"dtype": "float16"}, "the plan has another --dtype: float32, not float16"),
+        ({"dpo": True}, "the plan has micro-batches of 1, and a pair is 2 sequences"),
     ],
 )
 def test_a_plan_of_another_run_is_refused(

@@ -16,7 +16,7 @@ from trainers import make_layout, make_report
 from duoka import TuneSettings
 from duoka.tuner.checkpoints import Resumed
 from duoka.tuner.layout import Layout
-from duoka.tuner.reporter import RunReporter
+from duoka.tuner.reporter import RunReporter, _scalars
 from duoka.tuner.run import RunDirectory
 
 RESUMED = Resumed(
@@ -88,6 +88,18 @@ def test_what_isnt_a_step_is_said(tmp_path: Path, layout: Layout) -> None:
         "step 41 was skipped: gradients overflowed float16",
         "step 41: evaluation loss 2.2500",
     ]
+
+
+def test_rewards(tmp_path: Path, layout: Layout) -> None:
+    rewards = {"chosen": 0.5, "rejected": -0.25, "accuracies": 0.875, "margins": 0.75}
+    lines = shown(tmp_path, steps(layout, range(1, 2), loss=0.5, rewards=rewards), num_steps=1)
+    assert lines == ["step 1/1  loss 0.5000  50 tokens/s  accuracy 88%  margin 0.7500"]
+    scalars = _scalars(steps(layout, range(1, 2), rewards=rewards)[0])
+    assert rewards.items() == {
+        (name.removeprefix("rewards/"), value)
+        for name, value in scalars.items()
+        if name.startswith("rewards/")
+    }
 
 
 def test_a_bar_has_loss_and_speed(tmp_path: Path, layout: Layout) -> None:

@@ -36,6 +36,11 @@ def checkpoint(llama: Path) -> Checkpoint:
         ({"seq_length": 64}, {}, {"prompt_tokens": 64}),
         ({"batch": 12, "micro_batch": 4}, {"micro_batches": 3}, {"batch": 4}),
         ({"packing": True}, {"rows": "packed"}, {}),
+        (
+            {"dpo": True, "batch": 6, "micro_batch": 3},
+            {"dpo": True, "micro_batches": 2},
+            {"batch": 6},
+        ),
         ({"checkpointing": True}, {"gradient_checkpointing": True}, {}),
         (
             {"lora_rank": 4, "lora_alpha": 2, "lora_dropout": 0.1, "lora_target": ["q_proj"]},
@@ -72,7 +77,13 @@ def test_sequences_are_within_the_models_limit(checkpoint: Checkpoint) -> None:
 
 @pytest.mark.parametrize(
     ("options", "rate"),
-    [({}, 1e-4), ({"method": "qlora"}, 1e-4), ({"method": "full"}, 1e-5), ({"lr": 3}, 3)],
+    [
+        ({}, 1e-4),
+        ({"method": "qlora"}, 1e-4),
+        ({"method": "full"}, 1e-5),
+        ({"lr": 3}, 3),
+        ({"dpo": True}, 5e-6),
+    ],
 )
 def test_the_learning_rate_is_the_methods(options: Any, rate: float) -> None:
     settings = TuneSettings(**options)
@@ -145,6 +156,10 @@ def test_they_are_written_and_read(tmp_path: Path, llama: Path, options: Any) ->
         ({"eval_data": "a.jsonl"}, "eval_data is 'a.jsonl'; it must be a tuple of strings"),
         ({"lora_target": "q_proj"}, "lora_target is 'q_proj'; it must be a tuple of strings"),
         ({"long": "cut"}, "long 'cut' is unknown"),
+        ({"dpo": True, "method": "full"}, "DPO trains adapters"),
+        ({"dpo": True, "packing": True}, "on pairs of plain rows"),
+        ({"dpo": True, "dpo_beta": 0}, "dpo_beta is 0; it must be a positive number"),
+        ({"columns": {"chosen": "a"}}, "columns names answers of pairs, which are for DPO"),
         ({"max_samples": 0}, "max_samples is 0; it must be at least 1"),
         ({"columns": {"question": "q"}}, "columns 'question' is unknown"),
         ({"columns": {"prompt": "q"}}, "columns names prompt; it must name a prompt"),

@@ -204,6 +204,16 @@ def test_lora_is_sft() -> None:
     }
 
 
+def test_preferences_are_rlhf() -> None:
+    """ms-swift counts pairs, too."""
+    both = commands(training_plan(Training(dpo=True, micro_batches=4), batch=4))
+    assert [*both] == ["rlhf"]
+    options = both["rlhf"][1]
+    assert (options["--rlhf_type"], options["--tuner_type"]) == ("dpo", "lora")
+    assert options["--per_device_train_batch_size"] == "2"
+    assert options["--gradient_accumulation_steps"] == "4"
+
+
 def test_full_training_with_master_weights() -> None:
     training = Training(method="full", master_weights=True, optimizer="adamw8bit")
     options = commands(training_plan(training))["sft"][1]

@@ -46,6 +46,23 @@ def test_samples_and_what_is_trained(tmp_path: Path, chat: ChatFormat) -> None:
     assert f"{path}:3" in printed(data, chat, 9)
 
 
+def test_pairs(tmp_path: Path, chat: ChatFormat) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"instruction": "a", "chosen": "yes", "rejected": "no"}\n' * 2)
+    data = read_dataset([f"{path}=2"], chat, TuneSettings(dpo=True), seq_length=40)
+    lines = printed(data, chat, 1).splitlines()
+    assert lines == [
+        "2 pairs, 30 tokens, of which 14 (47%) are trained; the longest has 8",
+        "4 pairs per epoch by the weights of the files",
+        "",
+        f"{path}:1  8 tokens, 4 trained, chosen",
+        "<|user|>a<|end|><|assistant|>⟦yes<|end|>⟧",
+        "",
+        f"{path}:1  7 tokens, 3 trained, rejected",
+        "<|user|>a<|end|><|assistant|>⟦no<|end|>⟧",
+    ]
+
+
 def test_skipped_and_truncated_rows_are_counted_by_kind(tmp_path: Path, chat: ChatFormat) -> None:
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     long = {"messages": [said[0], {"role": "assistant", "content": "b" * 30}]}

@@ -49,7 +49,8 @@ def export(plan: Plan, profile: Profile | None) -> Export:
         options |= {**_NF4, "bnb_4bit_compute_dtype": workload.dtype}
     options["max_length"] = workload.prompt_tokens
     if training is not None:
-        commands, options = ["sft"], options | _training_options(plan, training)
+        commands = ["rlhf" if training.dpo else "sft"]
+        options |= _training_options(plan, training)
     else:
         commands = ["infer", "deploy"]
         options |= {"max_new_tokens": workload.new_tokens, "max_batch_size": workload.batch}
@@ -107,11 +108,12 @@ def _training_options(plan: Plan, training: Training) -> Options:
         "tuner_type": training.method,
         "bf16": workload.dtype == "bfloat16",
         "fp16": workload.dtype == "float16",
-        "per_device_train_batch_size": workload.batch,
+        "per_device_train_batch_size": workload.batch // (2 if training.dpo else 1),
         "gradient_accumulation_steps": training.micro_batches,
         "gradient_checkpointing": training.gradient_checkpointing,
         "optim": _OPTIMIZERS.get(training.optimizer, training.optimizer),
     }
+    options |= {"rlhf_type": "dpo"} if training.dpo else {}
     kept_dtype = "float32" if training.master_weights else workload.dtype
     if training.method == "full":
         return options | {"torch_dtype": kept_dtype}
