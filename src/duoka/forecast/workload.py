@@ -129,7 +129,9 @@ class Training:
         choose("schedule", self.schedule, SCHEDULES)
         choose("rows", self.rows, ROWS)
         if self.dpo and (self.method == "full" or self.rows == "packed"):
-            problem = "DPO trains adapters, whose absence is the reference, on pairs of plain rows"
+            problem = (
+                "DPO needs adapters (the reference is the model without them) and unpacked rows"
+            )
             raise UsageError(problem, hint="use --train lora or --train qlora, without --packing")
 
 
