@@ -157,7 +157,7 @@ def test_they_are_written_and_read(tmp_path: Path, llama: Path, options: Any) ->
         ({"lora_target": "q_proj"}, "lora_target is 'q_proj'; it must be a tuple of strings"),
         ({"long": "cut"}, "long 'cut' is unknown"),
         ({"dpo": True, "method": "full"}, "DPO needs adapters"),
-        ({"dpo": True, "packing": True}, "and unpacked rows"),
+        ({"dpo": True, "packing": True}, "and no packing"),
         ({"dpo": True, "dpo_beta": 0}, "dpo_beta is 0; it must be a positive number"),
         ({"columns": {"chosen": "a"}}, "columns names answers of pairs, which are for DPO"),
         ({"max_samples": 0}, "max_samples is 0; it must be at least 1"),

@@ -94,9 +94,11 @@ class TrainingOptions(OptionGroup):
     )
 
     def refuse_adapters(self) -> None:
-        """Refuse options of adapters beside full training."""
+        """Refuse options of adapters beside full training, and packing beside DPO."""
+        if self.dpo:
+            self.refuse("packing", beside="--dpo, which trains on pairs", hint="omit one of them")
         if self.method == "full":
-            adapters = "lora_rank", "lora_alpha", "rslora", "lora_dropout", "lora_target"
+            adapters = "lora_rank", "lora_alpha", "rslora", "lora_dropout", "lora_target", "dpo"
             hint = "omit it, or use --train lora"
             self.refuse(*adapters, beside="--train full, which has no adapters", hint=hint)
 

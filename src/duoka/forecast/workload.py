@@ -128,11 +128,6 @@ class Training:
         choose("optimizer", self.optimizer, OPTIMIZERS)
         choose("schedule", self.schedule, SCHEDULES)
         choose("rows", self.rows, ROWS)
-        if self.dpo and (self.method == "full" or self.rows == "packed"):
-            problem = (
-                "DPO needs adapters (the reference is the model without them) and unpacked rows"
-            )
-            raise UsageError(problem, hint="use --train lora or --train qlora, without --packing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -394,16 +389,9 @@ class Workload:
         if training is not None:
             # Any dropout probability above 0 allocates the same mask.
             dropout = 0.5 if training.lora_dropout else 0.0
-            training = replace(
-                training,
-                optimizer="adamw",
-                micro_batches=1,
-                schedule="sequential",
-                lora_alpha=None,
-                rslora=False,
-                lora_dropout=dropout,
-                dpo=False,
-            )
+            training = replace(training, optimizer="adamw", micro_batches=1, schedule="sequential")
+            training = replace(training, lora_alpha=None, rslora=False, dpo=False)
+            training = replace(training, lora_dropout=dropout)
         return Conditions(
             cache=self.cache,
             quantize=self.quantize,

@@ -6,7 +6,7 @@
 - `data`: the user's files → micro-batches of token ids
 - `run`: the directory of a run; `worker`, `__main__`: a worker process
 - `part`: the weights of one process; `layout`: ranks; `gradient_sum`: sums over replicas
-- `trainer`: passes of micro-batches through stages, and optimizer steps
+- `trainer`: passes of micro-batches through stages, and optimizer steps; `preferences`: DPO
 - `dropout`: the same dropout on any number of GPUs
 - `learning_rate`: the learning rate by step
 - `checkpoints`, `optimizer_states`: save a run, and resume it on other GPUs

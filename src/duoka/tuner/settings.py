@@ -213,6 +213,9 @@ class TuneSettings:
         for name in self.report_to:
             choose("report_to", name, TRACKERS)
         self._refuse_rates()
+        if self.dpo and (self.method == "full" or self.packing):
+            problem = "DPO needs adapters (the reference is the model without them) and no packing"
+            raise UsageError(problem, hint="use the method lora or qlora, without packing")
         if not self.dpo and not self.columns.keys().isdisjoint(_ANSWERS):
             raise UsageError("columns names answers of pairs, which are for DPO", hint="add --dpo")
         if self.batch % self.micro_batch:

@@ -152,18 +152,22 @@ class Trainer:
             is_skipped=is_skipped,
             saves=saves,
             stops=stops,
-            processes=tuple(
-                ProcessReport(
-                    device=device,
-                    replica=replica,
-                    busy_share=max(0.0, 1 - waited / seconds),
-                    allocated_bytes=int(allocated),
-                    reserved_bytes=int(reserved),
-                )
-                for rank, (waited, allocated, reserved) in enumerate(gathered[:, 2:5].tolist())
-                for replica, device in [self._layout.place(rank)]
-            ),
+            processes=self._process_reports(gathered, seconds),
             rewards=dict(zip(REWARDS, gathered[:, 7:].sum(dim=0).tolist(), strict=False)),
+        )
+
+    def _process_reports(self, gathered: Tensor, seconds: float) -> tuple[ProcessReport, ...]:
+        """Return the reports of all processes on a step that took so many seconds."""
+        return tuple(
+            ProcessReport(
+                device=device,
+                replica=replica,
+                busy_share=max(0.0, 1 - waited / seconds),
+                allocated_bytes=int(allocated),
+                reserved_bytes=int(reserved),
+            )
+            for rank, (waited, allocated, reserved) in enumerate(gathered[:, 2:5].tolist())
+            for replica, device in [self._layout.place(rank)]
         )
 
     def evaluate(self, steps: Sequence[OptimizerStep]) -> float:
