@@ -22,6 +22,7 @@ class ScriptedPool:
     """Answers each request with the same events; `asks` has the requests."""
 
     engines: Sequence[Any] = ()
+    context_tokens = 128
 
     def __init__(self, events: Sequence[Event]) -> None:
         self._events = events

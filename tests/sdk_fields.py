@@ -18,13 +18,14 @@ from anthropic.types.message_count_tokens_params import MessageCountTokensParams
 from anthropic.types.message_create_params import MessageCreateParamsBase
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses.input_token_count_params import InputTokenCountParams
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 from pydantic import BaseModel
 
 from duoka.serve.anthropic import CountTokensRequest, MessagesRequest
 from duoka.serve.forms import HINTS
 from duoka.serve.requests import ChatCompletionRequest, CompletionRequest
-from duoka.serve.responses import ResponsesRequest
+from duoka.serve.responses import InputTokensRequest, ResponsesRequest
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 HI = [{"role": "user", "content": "hi"}]
@@ -35,15 +36,15 @@ FORMS: dict[str, tuple[type[Any], type[BaseModel], dict[str, Any]]] = {
     "/v1/completions": (completion_create_params.CompletionCreateParamsBase, CompletionRequest,
                         {"prompt": "a"}),
     "/v1/responses": (ResponseCreateParamsBase, ResponsesRequest, {"input": "a"}),
+    "/v1/responses/input_tokens": (InputTokenCountParams, InputTokensRequest, {"input": "a"}),
     "/v1/messages": (MessageCreateParamsBase, MessagesRequest,
                      {"model": "", "max_tokens": 2, "messages": HI}),
     "/v1/messages/count_tokens": (MessageCountTokensParams, CountTokensRequest,
                                   {"model": "", "messages": HI}),
 }  # fmt: skip
 # The names of the APIs in the table.
-APIS = dict(
-    zip(FORMS, ("chat", "completions", "responses", "messages", "count_tokens"), strict=True)
-)
+_API_NAMES = "chat", "completions", "responses", "input_tokens", "messages", "count_tokens"
+APIS = dict(zip(FORMS, _API_NAMES, strict=True))
 _WRAPPERS = (typing.Annotated, typing.Required, typing_extensions.Required)
 _NAMES = ("type", "role")  # the fields by which types of a union are told apart
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import random
 import re
 import weakref
@@ -401,8 +402,9 @@ def test_one_whose_text_fails_ends_alone(engine: Engine, monkeypatch: pytest.Mon
 
 
 def test_memory_that_is_short_for_a_step_is_enough_for_smaller_ones(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "duoka.engine")
     texts = prompts(5)
     expected = [ids(completion) for completion in engine.generate(texts)]
     run, sizes = engine._executor.run, []
@@ -417,6 +419,8 @@ def test_memory_that_is_short_for_a_step_is_enough_for_smaller_ones(
     monkeypatch.setattr(engine._executor, "run", short)
     assert [ids(completion) for completion in engine.generate(texts)] == expected
     assert max(sizes) <= 3
+    assert all(line.endswith("failed: CUDA out of memory") for line in caplog.messages)
+    assert caplog.messages
 
 
 def test_a_defect_ends_all_and_hangs_nobody(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:

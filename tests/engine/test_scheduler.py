@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from collections import deque
@@ -239,8 +240,9 @@ def test_who_waits_for_a_page_is_not_passed_by_younger_ones() -> None:
     assert (len(old.tokens), len(young.tokens)) == (16, 16)
 
 
-def test_a_cancelled_sequence_is_not_retried() -> None:
+def test_a_cancelled_sequence_is_not_retried(caplog: pytest.LogCaptureFixture) -> None:
     """A step ahead of it has failed, whose token isn't known: the sequence was cancelled before."""
+    caplog.set_level(logging.INFO, "duoka.engine")
     scheduler = Scheduler(ROOMY, runs_ahead=True)
     a, b = sequence_of([1] * 5, 9), sequence_of([2] * 5, 9)
     for sequence in (a, b):
@@ -255,6 +257,7 @@ def test_a_cancelled_sequence_is_not_retried() -> None:
     assert (again.sequence, again.tokens, again.start) == (b.number, [7], 5)
     scheduler.next_step()
     assert [*scheduler.running] == [b.number]
+    assert caplog.messages == [f"request {a.number} is cancelled"]
 
 
 def test_who_waits_for_a_page_is_not_passed_by_a_prompt() -> None:
@@ -317,7 +320,8 @@ def test_prompts_are_read_in_chunks_so_that_no_stage_waits() -> None:
     assert [(chunk.start, chunk.end) for chunk in (*first, *second)] == [(0, 50), (50, 100)]
 
 
-def test_the_youngest_gives_way_and_is_recomputed() -> None:
+def test_the_youngest_gives_way_and_is_recomputed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "duoka.engine")
     capacity = Capacity(sequences=3, context_tokens=16, pages=4, page_tokens=4, step_tokens=16)
     scheduler = Scheduler(capacity)
     old, young = (sequence_of([number] * 4, 12) for number in (1, 2))
@@ -328,6 +332,7 @@ def test_the_youngest_gives_way_and_is_recomputed() -> None:
         sizes.append(step(scheduler))
         assert 0 <= scheduler.pool.num_free <= capacity.pages
     assert (scheduler.num_preempted, old.is_preempted, young.is_preempted) == (1, False, True)
+    assert caplog.messages == [f"request {young.number} is preempted: no page is free"]
     # The old one is in each step until it ends; then the young one is read again, but for its
     # pages that are still there, which are not said to have been those of another.
     assert [old.number in size for size in sizes] == [True] * 12 + [False] * (len(sizes) - 12)

@@ -45,6 +45,7 @@ def test_reasoning_text_and_calls_are_blocks() -> None:
     answer, _ = send(CALLS, tools=[TOOL])
     thinking, text, *calls = answer.content
     assert (thinking.type, thinking.thinking) == ("thinking", "Let me see.")
+    assert thinking.signature
     assert (text.type, text.text) == ("text", "I ask two.")
     assert [(call.name, call.input) for call in calls] == [
         ("weather", {"city": "Beijing"}),
@@ -54,6 +55,7 @@ def test_reasoning_text_and_calls_are_blocks() -> None:
     assert (answer.stop_reason, answer.stop_sequence) == ("tool_use", None)
     usage = answer.usage
     assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (4, 3, 9)
+    assert usage.output_tokens_details.thinking_tokens == len("Let me see.")
 
 
 def test_the_client_puts_a_stream_together() -> None:
@@ -309,15 +311,17 @@ def test_events_come_in_their_order() -> None:
     start, more, stop = (f"content_block_{name}" for name in ("start", "delta", "stop"))
     assert [event.type for event in events] == [
         "message_start",
-        *[start, more, more, stop] * 3,
+        *[start, more, more, more, stop],
+        *[start, more, more, stop] * 2,
         *[start, more, stop],
         "message_delta",
         "message_stop",
     ]
     blocks = [event for event in events if event.type.startswith("content_block")]
-    assert [event.index for event in blocks] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 3
+    assert [event.index for event in blocks] == [0] * 5 + [1] * 4 + [2] * 4 + [3] * 3
     kinds = [event.delta.type for event in blocks if event.type == more]
-    assert kinds == ["thinking_delta"] * 2 + ["text_delta"] * 2 + ["input_json_delta"] * 3
+    assert kinds[:3] == ["thinking_delta"] * 2 + ["signature_delta"]
+    assert kinds[3:] == ["text_delta"] * 2 + ["input_json_delta"] * 3
     assert (events[0].message.content, events[0].message.stop_reason) == ([], None)
     assert events[0].message.usage.input_tokens == 7
     assert events[-2].delta.stop_reason == "tool_use"

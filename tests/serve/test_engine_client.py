@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -70,7 +71,10 @@ def run(client: EngineClient) -> list[float]:
     return waits
 
 
-def test_the_third_death_is_the_last_and_each_start_waits_longer() -> None:
+def test_the_third_death_is_the_last_and_each_start_waits_longer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "duoka.serve")
     client = Short([(True, None), (False, Broken("no memory", 9)), (True, None), (True, None)])
     assert run(client) == [1.0, 2.0]
     assert client.state == "failed"
@@ -78,6 +82,20 @@ def test_the_third_death_is_the_last_and_each_start_waits_longer() -> None:
     assert client.reason is not None
     assert "3 times within ten minutes; last reason: its connection was lost" in client.reason
     assert len(client.lives) == 1
+    lost = "engine 0 has ended: its connection was lost"
+    assert [message.partition("; ")[0] for message in caplog.messages] == [
+        *("engine 0: ready", lost, "engine 0: restarting"),
+        *("engine 0 has ended: no memory", "engine 0: restarting", "engine 0: ready", lost),
+        "engine 0: failed: it has ended 3 times within ten minutes",
+    ]
+
+
+def test_what_an_engine_logs_is_logged_by_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    client, _ = open_client()
+    caplog.set_level(logging.INFO, "duoka.serve")
+    record = logging.LogRecord("duoka.engine", logging.INFO, "", 0, "request %d", (3,), None)
+    client._take(record)
+    assert (caplog.records[0].levelno, caplog.messages) == (logging.INFO, ["engine 0: request 3"])
 
 
 def test_one_that_cant_be_opened_isnt_started_again() -> None:

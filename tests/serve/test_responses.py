@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -82,6 +83,44 @@ def test_the_client_puts_a_stream_together() -> None:
     answer = asyncio.run(ask())
     assert answer.output_text == "I ask two."
     assert [item.type for item in answer.output][2:] == ["function_call"] * 2
+
+
+def test_a_response_shows_the_values_that_were_used() -> None:
+    used = {"temperature": 0.7, "top_p": 0.95, "max_output_tokens": None}
+    answer, _ = respond([replace(begun(), params=used), ended()], input="a", max_output_tokens=9)
+    assert (answer.temperature, answer.top_p, answer.max_output_tokens) == (0.7, 0.95, 9)
+    assert answer.text.format.type == "text"
+    assert (answer.tools, answer.tool_choice, answer.truncation) == ([], "auto", "disabled")
+    assert (answer.top_logprobs, answer.parallel_tool_calls) == (0, True)
+    given: Any = {
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "tools": [TOOL],
+        "tool_choice": {"type": "function", "name": "weather"},
+        "parallel_tool_calls": False,
+        "metadata": {"a": "b"},
+        "instructions": "Be short.",
+        "user": "u",
+        "top_logprobs": 2,
+    }
+    answer, _ = respond([begun(), ended()], input="a", text={"verbosity": "low"}, **given)
+    shown = answer.model_dump(exclude_unset=True)
+    assert {name: shown[name] for name in given} == given
+    assert answer.text.format.type == "text"
+
+
+def test_input_tokens_are_counted(served: Served, client: OpenAI) -> None:
+    for request in ({"input": "hi"}, {"input": [{"role": "user", "content": "hi"}], "tools": []}):
+        fields: Any = {"model": served.model, "instructions": "Be short.", **request}
+        counted = client.responses.input_tokens.count(**fields)
+        usage = client.responses.create(max_output_tokens=1, **fields).usage
+        assert usage is not None
+        assert (counted.object, counted.input_tokens) == (
+            "response.input_tokens",
+            usage.input_tokens,
+        )
+    with pytest.raises(openai.BadRequestError, match="there are no messages"):
+        client.responses.input_tokens.count(model=served.model)
 
 
 def test_what_is_cut_is_incomplete() -> None:
@@ -236,6 +275,7 @@ def test_a_real_model_answers(served: Served, client: OpenAI) -> None:
     options: Any = {"max_output_tokens": 12, "temperature": 0, "top_logprobs": 0}
     whole = client.responses.create(model=served.model, input="hi", **options)
     assert whole.output_text == chat.choices[0].message.content
+    assert (whole.temperature, whole.top_p) == (0, 1)
     events = list(client.responses.create(model=served.model, input=said, stream=True, **options))
     assert events[-1].response.output_text == whole.output_text
     deltas = [event for event in events if event.type == "response.output_text.delta"]

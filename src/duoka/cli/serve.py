@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 _KEY_VARIABLE = "DUOKA_API_KEY"
 _LEAST_KEY_CHARACTERS = 8
 _CLUSTERS = ("ray",)
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+")
 _REASONING = ("on", "off", "auto")
 _PORT, _MAX_QUEUE = 8000, 256
 # Default number of concurrent requests, with a paged KV cache and with fixed batches.
@@ -47,8 +50,8 @@ class ServeOptions(OptionGroup):
     port: int | None = option(
         "PORT", "Port to listen on; 0 for any free port. By default 8000.", min=0, max=65535
     )
-    name: str | None = option(
-        "NAME", "Model name in the API. By default the name of its directory."
+    name: list[str] | None = option(
+        "NAME", "Model name in the API; repeatable. By default the name of its directory."
     )
     api_key_file: Path | None = option(
         "FILE", f"A file with the API key that clients must send; or set {_KEY_VARIABLE}."
@@ -58,6 +61,12 @@ class ServeOptions(OptionGroup):
         "N", "Maximum number of queued requests; more are refused with 429. By default 256.", min=0
     )
     allow_image_urls: bool = flag("Download images that requests reference by URL.")
+    cors: list[str] | None = option(
+        "ORIGIN",
+        "Origin of web pages that may use the API, such as https://example.org; * for all. "
+        "Repeatable.",
+    )
+    log_requests: bool = flag("Log a line per request, without its prompt, and engine events.")
     reasoning: str | None = option(
         "CHOICE",
         "Reasoning where a request doesn't choose: on, off, or auto (the model's chat template "
@@ -75,13 +84,17 @@ class ServeOptions(OptionGroup):
         """Return the address to listen on; UsageError for a public address without an API key."""
         from duoka.serve.address import Address
 
-        port = _PORT if self.port is None else self.port
-        address = Address(host=self.host or "127.0.0.1", port=port, key=self._key())
+        port, origins = _PORT if self.port is None else self.port, tuple(self.cors or ())
+        host, key = self.host or "127.0.0.1", self._key()
+        address = Address(host=host, port=port, key=key, origins=origins)
+        for origin in origins:
+            if not _ORIGIN.fullmatch(origin):
+                text = f"--cors {origin!r} is not an origin, SCHEME://HOST[:PORT] in lower case"
+                raise UsageError(text, hint="--cors https://example.org, or --cors '*' for all")
         if not address.is_local and address.key is None and not self.insecure:
-            raise UsageError(
-                f"{address.host} is reachable from other machines, and no API key is given",
-                hint="use --api-key-file FILE, or --insecure to accept every client",
-            )
+            text = f"{host} is reachable from other machines, and no API key is given"
+            hint = "use --api-key-file FILE, or --insecure to accept every client"
+            raise UsageError(text, hint=hint)
         return address
 
     def _key(self) -> str | None:
@@ -92,11 +105,9 @@ class ServeOptions(OptionGroup):
             with reading(f"the key file {self.api_key_file}", hint):
                 key = self.api_key_file.read_text(encoding="utf-8").strip()
         if key is not None and (len(key) < _LEAST_KEY_CHARACTERS or not key.isascii()):
-            raise UsageError(
-                f"the API key has {len(key)} characters; at least {_LEAST_KEY_CHARACTERS} of ASCII "
-                "are needed",
-                hint="head -c 32 /dev/urandom | base64 > key",
-            )
+            least = f"at least {_LEAST_KEY_CHARACTERS} of ASCII are needed"
+            text = f"the API key has {len(key)} characters; {least}"
+            raise UsageError(text, hint="head -c 32 /dev/urandom | base64 > key")
         return key
 
 
@@ -126,18 +137,17 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
 
     merged, options = _split_adapters(options)
     plans = _plan_engines(options, model)
-    name = _model_name(server, plans[0])
+    names = _model_names(server, plans[0])
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    if server.log_requests:
+        logging.getLogger("duoka").setLevel(logging.INFO)
     for plan in plans:
         note(f"loading {plan.model} on {', '.join(plan.devices)}")
     settings = [_engine_settings(plan, server, options, model) for plan in plans]
     settings = [replace(engine, adapter=merged) for engine in settings]
-    service = Service(
-        EnginePool(settings, _max_queue(server)),
-        name,
-        has_key=address.key is not None,
-        fetches_images=server.allow_image_urls,
-    )
-    run(service, address, on_ready=_print_summary)
+    pool = EnginePool(settings, _max_queue(server))
+    service = Service(pool, names, fetches_images=server.allow_image_urls)
+    run(service, address, on_ready=partial(_print_summary, has_key=address.key is not None))
 
 
 def _engine_settings(
@@ -167,15 +177,13 @@ def _split_adapters(options: PlanOptions) -> tuple[str | None, PlanOptions]:
     return str(Path(merged[0]).absolute()) if merged else None, named
 
 
-def _model_name(server: ServeOptions, plan: duoka.Plan) -> str:
-    """Return the model's name for clients; refuse adapters of the same name."""
-    name = server.name or Path(plan.source).name
-    if name in dict(plan.workload.adapters):
-        raise UsageError(
-            f"{name!r} is the name of the model and of an adapter",
-            hint="choose another one: --name NAME",
-        )
-    return name
+def _model_names(server: ServeOptions, plan: duoka.Plan) -> list[str]:
+    """Return the model's names for clients; refuse adapters of the same name."""
+    names = server.name or [Path(plan.source).name]
+    for name in {*names} & dict(plan.workload.adapters).keys():
+        text = f"{name!r} is the name of the model and of an adapter"
+        raise UsageError(text, hint="choose another one: --name NAME")
+    return list(dict.fromkeys(names))
 
 
 def _max_queue(server: ServeOptions) -> int:
@@ -191,6 +199,7 @@ def _serve_on_ray(
     from duoka.serve.on_ray.server import serve_on_ray
 
     options.refuse("plan_file", beside="--on ray", hint="each kind of node has a plan")
+    server.refuse("log_requests", beside="--on ray", hint="omit it: Ray Serve logs the requests")
     bounds = read_bounds(options.replicas)
     if model.model is not None and Path(model.model).is_dir():  # nodes have other directories
         model = replace(model, model=str(Path(model.model).absolute()))
@@ -212,10 +221,9 @@ def _serve_on_ray(
             node_id: replace(_engine_settings(plan, server, options, model), adapter=merged)
             for node_id, plan in cluster.plans.items()
         },
-        model=_model_name(server, next(iter(cluster.plans.values()))),
+        names=_model_names(server, next(iter(cluster.plans.values()))),
         max_queue=_max_queue(server),
-        key=address.key,
-        is_local=address.is_local and address.key is None,
+        address=address,
         fetches_images=server.allow_image_urls,
     )
     for text in left_out:
@@ -223,8 +231,8 @@ def _serve_on_ray(
     number = str(low) if low == high else f"{low} to {high}"
     gpus = format_count(cluster.gpus_per_replica, "GPU")
     note(f"replicas: {number}, each on {gpus} of {', '.join(cluster.names)}")
-    show = partial(_show_address, model=settings.model, has_key=address.key is not None)
-    serve_on_ray(cluster, (low, high), settings, address, on_ready=show)
+    show = partial(_show_address, model=settings.names[0], has_key=address.key is not None)
+    serve_on_ray(cluster, (low, high), settings, on_ready=show)
 
 
 def _with_paged_cache(options: PlanOptions) -> PlanOptions:
@@ -247,7 +255,7 @@ def _plan_engines(options: PlanOptions, model: ModelOptions) -> list[duoka.Plan]
     return [plan.on_this_machine()]
 
 
-def _print_summary(service: Service, url: str) -> None:
+def _print_summary(service: Service, url: str, *, has_key: bool) -> None:
     """Print the capacity of each engine, and an example request."""
     engines = service.pool.engines
     for engine in engines:
@@ -261,7 +269,7 @@ def _print_summary(service: Service, url: str) -> None:
         )
     if service.adapters:
         note(f"adapters, chosen by the name of the model: {', '.join(service.adapters)}")
-    _show_address(url, service.model, has_key=service.has_key)
+    _show_address(url, service.model, has_key=has_key)
 
 
 def _show_address(url: str, model: str, *, has_key: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import threading
@@ -42,6 +43,7 @@ from .scheduler import Scheduler
 from .sequence import Event
 from .sequence import Sequence as EngineSequence
 
+_LOG = logging.getLogger(__name__)
 K = TypeVar("K")
 _GREEDY = SamplingParams()
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
@@ -435,6 +437,8 @@ class Engine:
         together run one after another. Keys and values that were already written to pages are
         overwritten.
         """
+        tokens = sum(len(chunk.tokens) for chunk in chunks)
+        _LOG.info("a step of %d tokens failed: %s", tokens, " ".join(describe(error).split()))
         if len(chunks) > 1:
             middle = len(chunks) // 2
             self._failed.extend([list(chunks[:middle]), list(chunks[middle:])])

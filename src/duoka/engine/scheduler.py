@@ -23,6 +23,7 @@ too late that a generation has ended, and drops the further token.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -35,6 +36,7 @@ from .pages import PagePool
 from .request import Outcome, TokenChoice
 from .sequence import Sequence
 
+_LOG = logging.getLogger(__name__)
 # Unread prompt tokens are divided into so many chunks per stage, each of at least so many tokens.
 _CHUNKS_PER_STAGE = 2
 _LEAST_PROMPT_TOKENS = 32
@@ -307,6 +309,7 @@ class Scheduler:
             if youngest is sequence:
                 return False
             self._end(youngest)
+            _LOG.info("request %d is preempted: no page is free", youngest.number)
             youngest.computed = youngest.scheduled = 0
             youngest.is_preempted = True
             self.waiting.appendleft(youngest)
@@ -337,8 +340,10 @@ class Scheduler:
         """End the cancelled sequences that are in no step."""
         # A step in flight writes to the pages of its sequences, so those are released later.
         for sequence in [s for s in self.running.values() if s.is_cancelled and not s.is_in_step]:
+            _LOG.info("request %d is cancelled", sequence.number)
             self._end(sequence)
             sequence.finish("cancelled")
         for sequence in [s for s in self.waiting if s.is_cancelled]:
+            _LOG.info("request %d is cancelled in the queue", sequence.number)
             self.waiting.remove(sequence)
             sequence.finish("cancelled")

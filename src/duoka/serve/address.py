@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
+from typing import Any
 
 from duoka.errors import UsageError
 
@@ -19,16 +20,25 @@ class Address:
         0 selects a free port.
     key : str, optional
         The API key that clients must send; None if no key is required.
+    origins : tuple of str
+        Origins whose web pages may read responses, such as "https://example.org"; "*" for all.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     key: str | None = None
+    origins: tuple[str, ...] = ()
 
     @property
     def is_local(self) -> bool:
         """True if the address can be reached only from this machine."""
         return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+    @property
+    def access(self) -> dict[str, Any]:
+        """The arguments of `make_app` that restrict the access to the server."""
+        is_local = self.is_local and self.key is None
+        return {"key": self.key, "is_local": is_local, "origins": self.origins}
 
     def bind(self) -> socket.socket:
         """Bind a TCP socket to the address, without listening yet.
@@ -47,10 +57,9 @@ class Address:
         except (OSError, OverflowError) as error:
             bound.close()
             why = getattr(error, "strerror", None) or error
-            raise UsageError(
-                f"{self.host}:{self.port} is not available: {why}",
-                hint="use another --port, or --port 0 for any free port",
-            ) from error
+            hint = "use another --port, or --port 0 for any free port"
+            text = f"{self.host}:{self.port} is not available: {why}"
+            raise UsageError(text, hint=hint) from error
         return bound
 
 

@@ -30,11 +30,16 @@ class Usage:
     prompt_tokens: int = 0
     new_tokens: int = 0
     shared_tokens: int = 0
+    reasoning_tokens: int = 0
+    streamed_tokens: int = 0
 
     def add(self, event: Event) -> None:
         """Add the token counts of an event."""
         if isinstance(event, Begun):
             self.prompt_tokens += event.prompt_tokens
+        elif isinstance(event, Delta):
+            self.streamed_tokens += event.num_tokens
+            self.reasoning_tokens += event.num_tokens if event.kind == "reasoning" else 0
         elif isinstance(event, Ended):
             self.new_tokens += event.new_tokens
             self.shared_tokens = max(self.shared_tokens, event.shared_tokens)
@@ -46,6 +51,7 @@ class Usage:
             "completion_tokens": self.new_tokens,
             "total_tokens": self.prompt_tokens + self.new_tokens,
             "prompt_tokens_details": {"cached_tokens": self.shared_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
 
@@ -54,9 +60,13 @@ class Answer(ABC):
 
     has_names = False
     """True if a stream consists of named events; False if it ends with ``[DONE]``."""
+    ping = ": ping\n\n"
+    """The lines of a stream that only keep it open: a comment."""
 
     def __init__(self) -> None:
         self.usage = Usage()
+        self.head: dict[str, Any] = {}
+        """The fields of every piece of chats and completions, such as the id."""
 
     def begin(self, source: int) -> Iterator[Piece]:
         """Yield the pieces before the generations of the prompt with number `source`."""
@@ -100,14 +110,14 @@ class OpenAIAnswer(Answer):
         self, head: dict[str, Any], choices: Sequence[Any], *, has_logprobs: bool, has_usage: bool
     ) -> None:
         super().__init__()
-        self._head = head
+        self.head = head
         self._choices = choices
         self._has_logprobs, self._has_usage = has_logprobs, has_usage
 
     def finish(self) -> Iterator[Piece]:
         """See `Answer`."""
         if self._has_usage:
-            yield {**self._head, "choices": [], "usage": self.usage.to_dict()}
+            yield {**self.head, "choices": [], "usage": self.usage.to_dict()}
 
     def to_dict(self) -> dict[str, Any]:
         """See `Answer`."""
@@ -115,11 +125,11 @@ class OpenAIAnswer(Answer):
             _choice(number, choice.content, self._has_logprobs and choice.logprobs, choice.finish)
             for number, choice in enumerate(self._choices)
         ]
-        return {**self._head, **self._fields, "choices": choices, "usage": self.usage.to_dict()}
+        return {**self.head, **self._fields, "choices": choices, "usage": self.usage.to_dict()}
 
     def _to_piece(self, number: int, content: dict[str, Any], logprobs: Any, finish: Any) -> Piece:
         """Return a piece of the choice with this number."""
-        return {**self._head, "choices": [_choice(number, content, logprobs, finish)]}
+        return {**self.head, "choices": [_choice(number, content, logprobs, finish)]}
 
 
 def _choice(number: int, content: dict[str, Any], logprobs: Any, finish: Any) -> dict[str, Any]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
 
 from .answers import ChatAnswer, CompletionAnswer
 from .anthropic import add_messages
-from .errors import HttpError, describe_invalid
+from .errors import VERSION_HEADER, HttpError, describe_invalid
 from .limits import Gate, JsonRoute
 from .messages import Prompt
 from .requests import (
@@ -27,6 +31,8 @@ from .responses import add_responses
 from .service import Service, status_of
 from .streams import respond
 
+_CORS: Any = {"allow_private_network": True}
+_CORS["expose_headers"] = ("x-request-id", "request-id", "retry-after")
 _PAGE = Path(__file__).parent / "page"
 _POLICY = (
     "default-src 'self'; img-src 'self' data: blob:; style-src 'self'; script-src 'self'; "
@@ -34,11 +40,13 @@ _POLICY = (
 )
 
 
-def make_app(service: Service, *, key: str | None = None, is_local: bool = False) -> FastAPI:
-    """Create the FastAPI application of a service; for `key` and `is_local` see `Gate`."""
+def make_app(service: Service, *, origins: Sequence[str] = (), **access: Any) -> FastAPI:
+    """Create the FastAPI application of a service.
+
+    `origins` are as in `Address`, and `access` are the parameters `key` and `is_local` of `Gate`.
+    """
     app = FastAPI(openapi_url=None)
     app.router.route_class = JsonRoute
-    app.add_middleware(Gate, memory=service.memory, key=key, is_local=is_local)
     for kind in (HttpError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)
     _add_health(app, service)
@@ -49,6 +57,11 @@ def make_app(service: Service, *, key: str | None = None, is_local: bool = False
     _add_tokens(app, service)
     if _PAGE.is_dir():
         _add_page(app)
+    # Not by `add_middleware`: the headers of unexpected errors would be missing.
+    stack: ASGIApp = Gate(app.build_middleware_stack(), service.memory, **access)
+    if origins:
+        stack = CORSMiddleware(stack, origins, ("GET", "HEAD", "POST"), ("*",), **_CORS)
+    app.middleware_stack = stack
     return app
 
 
@@ -83,30 +96,49 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
-    """Add the routes of the served model."""
+    """Add the routes of the served model, in OpenAI's or Anthropic's format."""
 
-    def described(name: str) -> dict[str, Any]:
-        """Return OpenAI's model object; an adapter's has the model as `parent`."""
+    def described(name: str, http: Request) -> dict[str, Any]:
+        """Return a model object; an adapter's has the model as `parent` in OpenAI's format."""
+        limit = service.pool.context_tokens
+        if VERSION_HEADER in http.headers:
+            created = datetime.fromtimestamp(service.created, UTC).isoformat()
+            about = {"type": "model", "id": name, "display_name": name, "created_at": created}
+            return {**about, "lifecycle": "active", "max_input_tokens": limit, "max_tokens": limit}
         return {
             "id": name,
             "object": "model",
-            "created": 0,
+            "created": service.created,
             "owned_by": "duoka",
-            "max_model_len": service.pool.context_tokens,
+            "max_model_len": limit,
             **({"parent": service.model} if name in service.adapters else {}),
         }
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """List the served model and its adapters."""
-        names = service.model, *service.adapters
-        return {"object": "list", "data": [described(name) for name in names]}
+    async def models(
+        http: Request,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 20,
+        after_id: str = "",
+        before_id: str = "",
+    ) -> dict[str, Any]:
+        """List the model's names and adapters; the parameters choose a page for Anthropic's API."""
+        if VERSION_HEADER not in http.headers:
+            return {"object": "list", "data": [described(name, http) for name in service.names]}
+        names = service.names
+        for cursor in (after_id, before_id):
+            service.check_model(cursor)
+        start = names.index(after_id) + 1 if after_id else 0
+        names = names[start : names.index(before_id) if before_id else None]
+        page = names[-limit:] if before_id and not after_id else names[:limit]
+        ends, has_more = page or [None], len(page) < len(names)
+        data = [described(name, http) for name in page]
+        return {"data": data, "has_more": has_more, "first_id": ends[0], "last_id": ends[-1]}
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
+    async def model(name: str, http: Request) -> dict[str, Any]:
         """Return the model or an adapter; 404 for another name."""
         service.check_model(name)
-        return described(name)
+        return described(name, http)
 
 
 def _add_openai(app: FastAPI, service: Service) -> None:
@@ -178,4 +210,5 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):  # raised by Starlette for an unknown path or method
         answer = HttpError(error.status_code, str(error.detail))
         headers = dict(error.headers or {})
-    return JSONResponse(answer.body_for(request.url.path), answer.status, headers)
+    body = answer.body_for(request.url.path, request.headers)
+    return JSONResponse(body, answer.status, headers)

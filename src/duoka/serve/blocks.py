@@ -22,7 +22,6 @@ class BlocksAnswer(Answer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.reasoning_tokens = 0
         # The open block, at most one: its kind, and the number of its tool call. A delta of another
         # kind or call closes the block and begins the next one:
         #     reasoning, reasoning, content, tool_name 0, tool_arguments 0, tool_name 1
@@ -30,7 +29,7 @@ class BlocksAnswer(Answer):
         self._open_block: tuple[BlockKind, int] | None = None
 
     @abstractmethod
-    def _begin(self) -> Iterator[Piece]:
+    def _begin(self, event: Begun) -> Iterator[Piece]:
         """Yield the stream events before the first block."""
 
     @abstractmethod
@@ -53,7 +52,7 @@ class BlocksAnswer(Answer):
         """See `Answer`."""
         self.usage.add(event)
         if isinstance(event, Begun):
-            yield from self._begin()
+            yield from self._begin(event)
         elif isinstance(event, Delta):
             yield from self._add_delta(event)
         elif isinstance(event, Ended):
@@ -62,8 +61,6 @@ class BlocksAnswer(Answer):
 
     def _add_delta(self, delta: Delta) -> Iterator[Piece]:
         """Add a delta to the open block, or begin a new block with the delta."""
-        if delta.kind == "reasoning":
-            self.reasoning_tokens += delta.num_tokens
         is_name = delta.kind == "tool_name"
         kind: BlockKind = "tool"
         if delta.kind in ("content", "reasoning"):

@@ -206,8 +206,10 @@ class EngineClient:
         process.kill()
 
     def _take(self, message: Any) -> None:
-        """Process a message: a capacity, a status, or an event for the queue of its request."""
-        if isinstance(message, Capacity):
+        """Process a message: a log record, a capacity, a status, or an event of a request."""
+        if isinstance(message, logging.LogRecord):
+            _LOG.log(message.levelno, "engine %d: %s", self.replica, message.getMessage())
+        elif isinstance(message, Capacity):
             self.capacity = message
             self._set("ready", None)
         elif isinstance(message, Status):
@@ -236,8 +238,11 @@ class EngineClient:
         return None if process is None else process.end(_GRACE_SECONDS)
 
     def _set(self, state: State, reason: str | None) -> None:
-        """Set the state and its reason, and notify `EnginePool.start`."""
+        """Set and log the state and its reason, and notify `EnginePool.start`."""
         self.state, self.reason = state, reason
+        level = logging.WARNING if self.num_deaths else logging.INFO
+        text = f"{state}: {reason}" if state == "failed" else state
+        _LOG.log(level, "engine %d: %s", self.replica, text)
         self.changed.set()
 
 

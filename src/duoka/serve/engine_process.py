@@ -7,6 +7,7 @@ delays no other request.
 
 from __future__ import annotations
 
+import logging
 import threading
 import traceback
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from logging.handlers import QueueHandler
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import NoReturn
@@ -49,6 +51,7 @@ from .messages import (
 )
 from .questions import QuestionReader
 
+_LOG = logging.getLogger(__name__)
 _PROMPT_THREADS = 4
 _SEND_SECONDS = 0.5
 
@@ -90,6 +93,7 @@ class EngineProcess:
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "duoka-prompts")
         # One thread: decoding an image of a few hundred bytes can take 1.3 GB.
         self._picture_thread = ThreadPoolExecutor(1, "duoka-pictures")
+        self._max_new_tokens = settings.max_new_tokens or plan.request.most_new_tokens
         self._lock = threading.Lock()
         # The generations of each open "generate" request, by number; cancelled requests are
         # removed.
@@ -148,8 +152,10 @@ class EngineProcess:
                     streams.append(stream)
             if streams is None:  # cancelled or failed meanwhile
                 stream.cancel()
-        num_forced = len(question.params.forced_ids)
-        self.send(Begun(number=number, prompt_tokens=len(question.tokens) + num_forced))
+        num_prompt = len(question.tokens) + len(question.params.forced_ids)
+        used: dict[str, float | None] = {"max_output_tokens": self._max_new_tokens}
+        used |= {"temperature": question.params.temperature, "top_p": question.params.top_p}
+        self.send(Begun(number=number, prompt_tokens=num_prompt, params=used))
 
     def _cancel(self, number: int) -> None:
         """Cancel the remaining generations of a request."""
@@ -257,6 +263,8 @@ def failed(number: int, error: Exception, field: str | None = None) -> Failed:
     text = f"{type(error).__name__}: {str(error)[:300]}"
     if isinstance(error, DuokaError):
         text = str(error)[:1000]
+    if not is_client_error:  # the text of another error may quote the prompt
+        _LOG.error("a request failed: %s", text if isinstance(error, DuokaError) else type(error))
     return Failed(
         number=number,
         status=400 if is_client_error else 500,
@@ -276,11 +284,14 @@ def _make_broken(error: BaseException) -> Broken:
 
 
 class Outbox:
-    """Sends the messages of all threads to the server, in batches of all that are queued."""
+    """Sends the messages of all threads and the log to the server, in batches of all queued."""
 
     def __init__(self, server: Connection) -> None:
         self._server = server
         self._queue: SimpleQueue[object] = SimpleQueue()
+        logger = logging.getLogger("duoka")
+        logger.addHandler(QueueHandler(self._queue))
+        logger.setLevel(logging.INFO)  # the server filters
         self._thread = threading.Thread(target=self._work, name="duoka-outbox", daemon=True)
         self._thread.start()
 

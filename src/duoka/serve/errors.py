@@ -16,8 +16,10 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 _ANTHROPIC_TYPES = {**_TYPES, 413: "request_too_large", 503: "overloaded_error"}
-_ANTHROPIC_PATH = "/v1/messages"
-
+CLOSED = 499
+"""The status, as in nginx, of a request whose client has disconnected; only for metrics and log."""
+VERSION_HEADER = "anthropic-version"
+"""The header by which the routes of models tell Anthropic's clients from others."""
 
 # Limits of texts and field names in an error, which may quote the request.
 _MOST_CHARACTERS, _MOST_PARAM_CHARACTERS = 1500, 200
@@ -75,9 +77,10 @@ class HttpError(Exception):
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.text}}
 
-    def body_for(self, path: str) -> dict[str, Any]:
-        """Return the body in the format of the API to which a path belongs."""
-        is_anthropic = path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
+    def body_for(self, path: str, headers: Mapping[str, str]) -> dict[str, Any]:
+        """Return the body in the format of the API to which a request belongs."""
+        is_models = VERSION_HEADER in headers and f"{path}/".startswith("/v1/models/")
+        is_anthropic = is_models or f"{path}/".startswith("/v1/messages/")
         return self.anthropic_body if is_anthropic else self.body
 
     @property
@@ -120,8 +123,9 @@ def _describe_error(error: Mapping[str, Any]) -> str:
 
 def _find_path(error: Mapping[str, Any], body: Any) -> tuple[str, ...]:
     """Return the path of an error in the body, without the type names in pydantic's `loc`."""
-    loc = error["loc"][1:]
-    names = []
+    loc, names = error["loc"][1:], []
+    if error["loc"][0] == "query":
+        return (str(loc[0]),)
     for part in loc:
         is_key = isinstance(body, Mapping) and part in body
         if is_key or (isinstance(body, list) and isinstance(part, int) and part < len(body)):

@@ -24,9 +24,9 @@ HINTS = frozenset({
     *("context_management", "data", "defer_loading", "detail", "display", "eager_input_streaming"),
     *("encrypted_content", "generate_summary", "include", "include_obfuscation", "inference_geo"),
     *("input_examples", "max_tool_calls", "metadata", "mode", "name", "output_schema", "parsed"),
-    *("prediction", "prompt_cache_breakpoint", "prompt_cache_key", "prompt_cache_options"),
-    *("prompt_cache_retention", "reasoning_details", "safety_identifier", "service_tier", "speed"),
-    *("summary", "thread", "user", "user_profile_id", "verbosity"),
+    *("personality", "prediction", "prompt_cache_breakpoint", "prompt_cache_key"),
+    *("prompt_cache_options", "prompt_cache_retention", "reasoning_details", "safety_identifier"),
+    *("service_tier", "speed", "summary", "thread", "user", "user_profile_id", "verbosity"),
 })  # fmt: skip
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Tokens = Annotated[int, Field(ge=0, lt=2**31)]

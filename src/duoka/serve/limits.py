@@ -21,6 +21,7 @@ from duoka.base.serialization import parse_json_object
 from duoka.errors import FormatError
 
 from .errors import HttpError
+from .request_log import log_request
 
 MOST_BODY_BYTES, MOST_HEADER_BYTES = 32 * 2**20, 64 * 2**10
 _MOST_MEMORY_BYTES = 512 * 2**20
@@ -69,7 +70,8 @@ class RequestMemory:
 class Gate:
     """ASGI middleware: admits requests with the API key and a body within size and time limits.
 
-    The gate reads the whole body before it calls the application; `JsonRoute` parses the body.
+    The gate reads the whole body before it calls the application; `JsonRoute` parses the body. It
+    also gives each request an id and logs it; see `log_request`.
 
     Parameters
     ----------
@@ -95,9 +97,10 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        try:
-            self._check(scope["path"], Headers(scope=scope))
-            with self._memory.hold() as add:
+        headers = Headers(scope=scope)
+        with log_request(scope, send) as (scope, send), self._memory.hold() as add:
+            try:
+                self._check(scope["path"], headers)
                 body_message = await self._read_body(receive, add)
                 if body_message is not None:
                     messages = iter((body_message,))
@@ -106,9 +109,9 @@ class Gate:
                         return next(messages, None) or await receive()
 
                     await self._app(scope, receive_whole, send)
-        except HttpError as error:  # raised before a response began
-            response = JSONResponse(error.body_for(scope["path"]), error.status, error.headers)
-            await response(scope, receive, send)
+            except HttpError as error:  # raised before a response began
+                body = error.body_for(scope["path"], headers)
+                await JSONResponse(body, error.status, error.headers)(scope, receive, send)
 
     async def _read_body(self, receive: Receive, add: Callable[[int], None]) -> Message | None:
         """Read the whole body into one message; return None if the client has disconnected.

@@ -10,7 +10,7 @@ from typing import Any
 from .answers import Piece, make_id
 from .blocks import BlockKind, BlocksAnswer
 from .errors import HttpError
-from .messages import Delta, Ended
+from .messages import Begun, Delta, Ended
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 # For each kind of block: the field to which a delta adds, and the type of the delta.
@@ -19,12 +19,16 @@ _DELTAS = {
     "reasoning": ("thinking", "thinking_delta"),
     "tool": ("partial_json", "input_json_delta"),
 }
+# Clients expect a signature of reasoning; it isn't checked when they send it back.
+_SIGNATURE = "unsigned"
 # The key under which arguments are returned that are not a JSON object.
 _NO_JSON = "INVALID_JSON"
 
 
 class MessageAnswer(BlocksAnswer):
     """The response message while it is generated; `model` is the model's name for clients."""
+
+    ping = 'event: ping\ndata: {"type": "ping"}\n\n'
 
     def __init__(self, model: str) -> None:
         super().__init__()
@@ -49,7 +53,7 @@ class MessageAnswer(BlocksAnswer):
         """See `Answer`."""
         yield error.anthropic_body
 
-    def _begin(self) -> Iterator[Piece]:
+    def _begin(self, event: Begun) -> Iterator[Piece]:
         """See `BlocksAnswer`."""
         self._message["usage"] = self._count_usage()
         yield {"type": "message_start", "message": copy.deepcopy(self._message)}
@@ -79,6 +83,10 @@ class MessageAnswer(BlocksAnswer):
         """See `BlocksAnswer`."""
         if kind == "tool":
             self._blocks[-1]["input"] = _parse_arguments(self._arguments)
+        elif kind == "reasoning":
+            self._blocks[-1]["signature"] = _SIGNATURE
+            delta = {"type": "signature_delta", "signature": _SIGNATURE}
+            yield self._make_event("content_block_delta", delta=delta)
         yield self._make_event("content_block_stop")
 
     def _end(self, event: Ended) -> Iterator[Piece]:
@@ -100,6 +108,7 @@ class MessageAnswer(BlocksAnswer):
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": usage.shared_tokens,
             "output_tokens": usage.new_tokens,
+            "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
         }
 
     def _make_event(self, kind: str, **values: Any) -> Piece:

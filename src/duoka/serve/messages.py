@@ -119,10 +119,14 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """The engine has accepted all generations of a request."""
+    """The engine has accepted all generations of a request.
+
+    `params` are the used values of parameters, under their names in the Responses API.
+    """
 
     number: int
     prompt_tokens: int
+    params: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,26 +33,20 @@ class Metrics:
         self._recent_counts: deque[tuple[float, int]] = deque(maxlen=100_000)
 
         def histogram(name: str, text: str) -> Any:
-            family = Histogram(
-                f"vllm:{name}", text, ["model_name"], buckets=_SECONDS, registry=self.registry
-            )
-            return family.labels(model)
+            options: Any = {"buckets": _SECONDS, "registry": self.registry}
+            return Histogram(f"vllm:{name}", text, ["model_name"], **options).labels(model)
 
         def counter(name: str, text: str, *labels: str) -> Any:
-            names = ["model_name", *labels]
-            family = Counter(f"vllm:{name}", text, names, registry=self.registry)
+            family = Counter(name, text, ["model_name", *labels], registry=self.registry)
             return family if labels else family.labels(model)
 
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens.")
-        self.generation_tokens = counter("generation_tokens", "Generated tokens.")
-        self.success = counter("request_success", "Finished requests.", "finished_reason")
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens.")
+        self.generation_tokens = counter("vllm:generation_tokens", "Generated tokens.")
+        self.success = counter("vllm:request_success", "Finished requests.", "finished_reason")
         queries = "Prompt tokens looked up in the prefix cache."
-        self.queries = counter("prefix_cache_queries", queries)
-        self.hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
-        names = ["model_name", "status"]
-        self.failures = Counter(
-            "duoka:request_failures", "Failed requests.", names, registry=self.registry
-        )
+        self.queries = counter("vllm:prefix_cache_queries", queries)
+        self.hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self.failures = counter("duoka:request_failures", "Failed requests.", "status")
         self.first_token = histogram("time_to_first_token_seconds", "Time to first token.")
         self.between = histogram("inter_token_latency_seconds", "Time between output tokens.")
         self.whole = histogram("e2e_request_latency_seconds", "Total request time.")

@@ -123,10 +123,6 @@ class EnginePool:
         ready = (e.capacity for e in self.engines if e.state == "ready")
         limit = sum(capacity.sequences for capacity in ready if capacity) + self._max_queue
         if self.num_open >= limit:
-            raise HttpError(
-                429,
-                f"{self.num_open} requests are running or queued; the limit is {limit}",
-                code="queue_full",
-                retry_after=5,
-            )
+            text = f"{self.num_open} requests are running or queued; the limit is {limit}"
+            raise HttpError(429, text, code="queue_full", retry_after=5)
         return engine.submit(request, tokens)

@@ -154,10 +154,8 @@ class QuestionReader:
         is_parallel, forced = prompt.parallel_tool_calls, None
         if prompt.must_call:
             if grammar is not None:
-                raise UsageError(
-                    "response_format can't be combined with a forced tool call",
-                    hint="omit one of them",
-                )
+                text = "response_format can't be combined with a forced tool call"
+                raise UsageError(text, hint="omit one of them")
             forced = answers.forced_call(tools, tokens, parallel=is_parallel)
             tokens.extend(forced.prompt_ids)
             grammar = Grammar.lark(forced.grammar)

@@ -11,7 +11,8 @@ from typing import Any
 from .answers import Piece, make_id, write_chat_logprobs
 from .blocks import BlockKind, BlocksAnswer
 from .errors import HttpError
-from .messages import Delta, Ended
+from .forms import drop_none
+from .messages import Begun, Delta, Ended
 
 # For each kind of block, the common prefix of its ``.delta`` and ``.done`` events.
 _EVENT_PREFIXES = {
@@ -46,12 +47,12 @@ class ResponseAnswer(BlocksAnswer):
             "created_at": int(time.time()),
             "model": model,
             "status": "in_progress",
-            "error": None,
-            "incomplete_details": None,
             "output": self._output,
+            **dict.fromkeys(("completed_at", "error", "incomplete_details", "max_tool_calls")),
             "usage": None,
             "background": False,
             "previous_response_id": None,
+            **dict.fromkeys(("frequency_penalty", "presence_penalty"), 0),
             "service_tier": "default",
             "store": False,
             "truncation": "disabled",
@@ -68,8 +69,9 @@ class ResponseAnswer(BlocksAnswer):
         self._response |= {"status": "failed", "error": {"code": code, "message": error.text}}
         yield self._make_response_event("response.failed")
 
-    def _begin(self) -> Iterator[Piece]:
-        """See `BlocksAnswer`."""
+    def _begin(self, event: Begun) -> Iterator[Piece]:
+        """See `BlocksAnswer`; also show the values of fields that the request omitted."""
+        self._response |= {**event.params, **drop_none(self._response)}
         yield self._make_response_event("response.created")
         yield self._make_response_event("response.in_progress")
 
@@ -136,7 +138,7 @@ class ResponseAnswer(BlocksAnswer):
                 "cache_write_tokens": 0,
             },
             "output_tokens": self.usage.new_tokens,
-            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self.usage.reasoning_tokens},
             "total_tokens": self.usage.prompt_tokens + self.usage.new_tokens,
         }
         self._response["completed_at"] = int(time.time()) if is_whole else None

@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: OpenAI's Responses API, without state between requests.
+"""``POST /v1/responses``, ``/v1/responses/input_tokens``: OpenAI's Responses API, without state.
 
 Source: https://platform.openai.com/docs/api-reference/responses, and the types of its official
 Python client. Fields for stored state or server-side tools are refused with their names.
@@ -32,7 +32,7 @@ from .streams import respond
 _LOGPROBS = "message.output_text.logprobs"
 _ECHOED_FIELDS = (
     *("prompt_cache_key", "safety_identifier", "user", "instructions", "max_output_tokens"),
-    *("temperature", "top_p", "top_logprobs"),
+    *("temperature", "top_p"),
 )
 _STATE_FIELDS = ("previous_response_id", "conversation", "prompt")
 
@@ -160,26 +160,18 @@ class TextConfig(Form):
     format: Annotated[TextFormat | ResponseSchemaFormat, Field(discriminator="type")] | None = None
 
 
-class ResponsesRequest(AnswerRequest, PromptFields):
-    """``POST /v1/responses``."""
+class InputTokensRequest(PromptFields):
+    """``POST /v1/responses/input_tokens``."""
 
-    input: str | Annotated[list[Item], Field(min_length=1)]
+    model: str = ""
+    input: str | list[Item] = Field(default_factory=list)
     instructions: str | None = None
-    stream_options: dict[str, Any] | None = None  # ignored
-    max_new_tokens: Annotated[Count | None, Field(alias="max_output_tokens")] = None
-    top_logprobs: TopLogprobs | None = None
     text: TextConfig | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: (
         Literal["none", "auto", "required"] | FunctionTool | ResponseAllowedTools | None
     ) = None
     parallel_tool_calls: bool | None = None
-    include: list[str] | None = None
-    metadata: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-    user: str | None = None
-    background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     previous_response_id: None = None
     conversation: None = None
@@ -190,9 +182,34 @@ class ResponsesRequest(AnswerRequest, PromptFields):
     def _refuse_stored(cls, value: object) -> None:
         """Refuse a reference to a stored conversation or prompt."""
         if value is not None:
-            raise ValueError(
-                "the server stores no conversations; send the whole conversation as input"
-            )
+            text = "the server stores no conversations; send the whole conversation as input"
+            raise ValueError(text)
+
+    def to_prompt(self) -> Prompt:
+        """Convert the request to a prompt."""
+        instructions = [Turn(role="system", content=self.instructions or "")]
+        return Prompt(
+            messages=[*(instructions if self.instructions else ()), *read_turns(self.input)],
+            field="input",
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            settings=self.prompt_settings(),
+            **choose_tools([tool.to_chat_tool() for tool in self.tools or ()], self.tool_choice),
+        )
+
+
+class ResponsesRequest(AnswerRequest, InputTokensRequest):
+    """``POST /v1/responses``."""
+
+    input: str | Annotated[list[Item], Field(min_length=1)]
+    stream_options: dict[str, Any] | None = None  # ignored
+    max_new_tokens: Annotated[Count | None, Field(alias="max_output_tokens")] = None
+    top_logprobs: TopLogprobs | None = None
+    include: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
+    background: Literal[False] | None = None
 
     @property
     def has_logprobs(self) -> bool:
@@ -207,17 +224,6 @@ class ResponsesRequest(AnswerRequest, PromptFields):
         top = (self.top_logprobs or 0) if self.has_logprobs else None
         return super().params() | drop_none({"logprobs": top, "response_format": form})
 
-    def to_prompt(self) -> Prompt:
-        """Convert the request to a prompt."""
-        instructions = [Turn(role="system", content=self.instructions or "")]
-        return Prompt(
-            messages=[*(instructions if self.instructions else ()), *read_turns(self.input)],
-            field="input",
-            parallel_tool_calls=self.parallel_tool_calls is not False,
-            settings=self.prompt_settings(),
-            **choose_tools([tool.to_chat_tool() for tool in self.tools or ()], self.tool_choice),
-        )
-
     def settings(self) -> dict[str, Any]:
         """Return the settings to be repeated in the response."""
         values = self.model_dump(by_alias=True)
@@ -225,11 +231,12 @@ class ResponsesRequest(AnswerRequest, PromptFields):
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "reasoning": {"effort": self.prompt_settings().effort, "summary": None},
-            "text": {"format": {"type": "text"}} if self.text is None else _dump(self.text),
+            "text": {"format": {"type": "text"}, **(_dump(self.text) or {})},
             "tool_choice": _dump(self.tool_choice or "auto"),
             "tools": [
                 {"parameters": None, "strict": None, **_dump(tool)} for tool in self.tools or ()
             ],
+            "top_logprobs": self.top_logprobs or 0,
         }
 
 
@@ -281,7 +288,7 @@ def _dump(value: Any) -> Any:
 
 
 def add_responses(app: FastAPI, service: Service) -> None:
-    """Add the route of ``/v1/responses`` to an application."""
+    """Add the routes of ``/v1/responses`` to an application."""
 
     @app.post("/v1/responses")
     async def create_response(request: ResponsesRequest, http: Request) -> Response:
@@ -289,3 +296,10 @@ def add_responses(app: FastAPI, service: Service) -> None:
         settings, has_logprobs = request.settings(), request.has_logprobs
         form = ResponseAnswer(request.model or service.model, settings, has_logprobs=has_logprobs)
         return await respond(service, request, [request.to_prompt()], form, http)
+
+    @app.post("/v1/responses/input_tokens")
+    async def count_input_tokens(request: InputTokensRequest) -> dict[str, Any]:
+        """Count the prompt tokens of a chat."""
+        service.check_model(request.model)
+        counted = await service.count(request.to_prompt())
+        return {"object": "response.input_tokens", "input_tokens": len(counted.tokens)}

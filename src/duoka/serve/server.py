@@ -91,7 +91,7 @@ def config(service: Service, address: Address) -> uvicorn.Config:
     # Below ERROR, uvicorn logs a line for each malformed request.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     return uvicorn.Config(
-        make_app(service, key=address.key, is_local=address.is_local and address.key is None),
+        make_app(service, **address.access),
         http="h11",
         ws="none",
         lifespan="off",

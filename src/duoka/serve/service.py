@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from importlib.metadata import version
 from typing import Any, Literal
 
-from .errors import HttpError
+from .errors import CLOSED, HttpError
 from .limits import RequestMemory
 from .messages import Counted, EngineRequest, Events, Prompt
 from .metrics import Metrics
@@ -17,8 +19,6 @@ from .remote_images import RemoteImages
 
 # The characters of a prompt by which the pool finds the engine that has its prefix cached.
 _KEY_CHARACTERS = 1024
-CLOSED = 499
-"""The status, as in nginx, of a request whose client has disconnected; only for metrics."""
 
 
 class Service:
@@ -27,36 +27,35 @@ class Service:
     Parameters
     ----------
     pool : EnginePool
-    model : str
-        The model's name for clients.
-    has_key : bool
-        Whether clients must send an API key.
+    model : str or sequence of str
+        The model's name for clients, or its names.
     fetches_images : bool
         Whether images of requests are downloaded from http(s) URLs.
     """
 
     def __init__(
-        self, pool: EnginePool, model: str, *, has_key: bool = False, fetches_images: bool = False
+        self, pool: EnginePool, model: str | Sequence[str], *, fetches_images: bool = False
     ) -> None:
         self.pool = pool
-        self.model = model
+        self._models = [model] if isinstance(model, str) else [*model]
+        self.model = self._models[0]
         plans = [engine.settings.plan for engine in pool.engines[:1]]
         self.adapters = [name for plan in plans for name, _ in plan.workload.adapters]
-        self.has_key = has_key
-        self.metrics = Metrics(pool, model)
+        self.names = [*self._models, *self.adapters]
+        self.created = int(time.time())
+        backend = [version("duoka"), *((plan.fingerprint, plan.workload) for plan in plans)]
+        self.fingerprint = f"fp_{hashlib.sha256(repr(backend).encode()).hexdigest()[:12]}"
+        self.metrics = Metrics(pool, self.model)
         self.memory = RequestMemory()
         self._images = RemoteImages(self.memory) if fetches_images else None
 
     def check_model(self, name: str) -> None:
         """Raise HttpError (404) for the name of another model; an empty name is accepted."""
-        if name not in ("", self.model, *self.adapters):
+        if name not in ("", *self.names):
+            models = " or ".join(map(repr, self._models))
             adapters = "".join(f", or with an adapter {other!r}" for other in self.adapters)
-            raise HttpError(
-                404,
-                f"there is no model {name!r}; this is {self.model!r}{adapters}",
-                code="model_not_found",
-                param="model",
-            )
+            text = f"there is no model {name!r}; this is {models}{adapters}"
+            raise HttpError(404, text, code="model_not_found", param="model")
 
     async def submit(
         self, prompt: Prompt, params: Mapping[str, Any], n: int = 1, model: str = ""
@@ -72,7 +71,7 @@ class Service:
         try:
             async with self._fetch_images(prompt) as ready:
                 request = EngineRequest(prompt=ready, params=params, n=n, adapter=adapter)
-                key = f"{model} {content}"[:_KEY_CHARACTERS]
+                key = f"{adapter} {content}"[:_KEY_CHARACTERS]
                 events = self.pool.submit(request, tokens, key)
                 async with aclosing(events):
                     async for event in events:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 
+from duoka.serve.address import Address
 from duoka.serve.app import make_app
 from duoka.serve.messages import EngineSettings
 from duoka.serve.pool import EnginePool
@@ -25,15 +26,13 @@ _ANCHOR_SECONDS = 1.0
 class ReplicaSettings:
     """The settings of all replicas: the engine for each node, and options of the application.
 
-    `engines` are by node id. `is_local` means that only the server's machine can reach the address
-    and that no key is required; see `Gate`.
+    `engines` are by node id.
     """
 
     engines: Mapping[str, EngineSettings]
-    model: str
+    names: Sequence[str]
     max_queue: int
-    key: str | None
-    is_local: bool
+    address: Address
     fetches_images: bool
 
 
@@ -66,13 +65,8 @@ class Replica:
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the web application; called by Ray Serve."""
         settings = self._settings
-        service = Service(
-            self._pool,
-            settings.model,
-            has_key=settings.key is not None,
-            fetches_images=settings.fetches_images,
-        )
-        return make_app(service, key=settings.key, is_local=settings.is_local)
+        service = Service(self._pool, settings.names, fetches_images=settings.fetches_images)
+        return make_app(service, **settings.address.access)
 
     def check_health(self) -> None:
         """Raise an error if the engine has failed permanently; called by Ray Serve."""

@@ -14,7 +14,7 @@ from ray import serve
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from duoka.errors import MachineError, UsageError
-from duoka.serve.address import Address, format_url
+from duoka.serve.address import format_url
 
 from .nodes import ClusterPlan
 from .replica import Anchor, Replica, ReplicaSettings
@@ -27,7 +27,6 @@ def serve_on_ray(
     cluster: ClusterPlan,
     bounds: tuple[int, int],
     settings: ReplicaSettings,
-    address: Address,
     *,
     on_ready: Callable[[str], None],
 ) -> None:
@@ -39,8 +38,7 @@ def serve_on_ray(
     bounds : tuple of int
         The smallest and the largest number of replicas.
     settings : ReplicaSettings
-    address : Address
-        The address of Ray Serve's proxy, on the head node of the cluster.
+        Their address is that of Ray Serve's proxy, on the head node of the cluster.
     on_ready : callable
         Called with the URL when the smallest number of replicas is ready.
 
@@ -52,6 +50,7 @@ def serve_on_ray(
         If the replicas can't be started.
     """
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    address = settings.address
     with address.bind() as bound:
         port = bound.getsockname()[1]
     if running := serve.status().applications:
@@ -59,7 +58,7 @@ def serve_on_ray(
         raise UsageError(f"the cluster already serves {min(running)}", hint=hint)
     serve.shutdown()  # a running proxy may have another address
     serve.start(proxy_location="HeadOnly", http_options={"host": address.host, "port": port})
-    name = "duoka-" + re.sub(r"[^\w.-]", "-", settings.model)
+    name = "duoka-" + re.sub(r"[^\w.-]", "-", settings.names[0])
     try:
         this_node = NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=False
