@@ -11,7 +11,8 @@ is restarted when it ends unexpectedly.
   `response_answer`, `message_answer`: their responses, which consist of `blocks`
 - `streams`: responses as one JSON object or as server-sent events
 - `remote_images`: download of the images of requests
-- `limits`: limits of requests, and the API key; `metrics`: Prometheus metrics
+- `limits`: limits of requests, and the API key; `request_log`: ids and log of requests; `metrics`:
+  Prometheus metrics
 - `pool`: the engines behind one address; `engine_client`: the server's side of one engine
 - `vllm`: serving with vLLM as planned, instead of duoka's engine
 - `on_ray`: engines on the nodes of a Ray cluster

@@ -130,8 +130,8 @@ def _add_models(app: FastAPI, service: Service) -> None:
         start = names.index(after_id) + 1 if after_id else 0
         names = names[start : names.index(before_id) if before_id else None]
         page = names[-limit:] if before_id and not after_id else names[:limit]
-        ends, has_more = page or [None], len(page) < len(names)
-        data = [described(name, http) for name in page]
+        ends: Sequence[str | None] = page or [None]
+        data, has_more = [described(name, http) for name in page], len(page) < len(names)
         return {"data": data, "has_more": has_more, "first_id": ends[0], "last_id": ends[-1]}
 
     @app.get("/v1/models/{name:path}")
