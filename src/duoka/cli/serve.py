@@ -169,10 +169,9 @@ def _split_adapters(options: PlanOptions) -> tuple[str | None, PlanOptions]:
     texts = options.adapter or []
     merged = [text for text in texts if "=" not in text or Path(text).is_dir()]
     if len(merged) > 1:
-        raise UsageError(
-            f"{len(merged)} adapters without a name can't be merged: {', '.join(merged)[:200]}",
-            hint="name them, for requests to choose: --adapter NAME=DIR",
-        )
+        text = f"{len(merged)} adapters without a name can't be merged: {', '.join(merged)[:200]}"
+        hint = "name them, for requests to choose: --adapter NAME=DIR"
+        raise UsageError(text, hint=hint)
     named = replace(options, adapter=[text for text in texts if text not in merged])
     return str(Path(merged[0]).absolute()) if merged else None, named
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -98,22 +99,6 @@ def _add_health(app: FastAPI, service: Service) -> None:
 def _add_models(app: FastAPI, service: Service) -> None:
     """Add the routes of the served model, in OpenAI's or Anthropic's format."""
 
-    def described(name: str, http: Request) -> dict[str, Any]:
-        """Return a model object; an adapter's has the model as `parent` in OpenAI's format."""
-        limit = service.pool.context_tokens
-        if VERSION_HEADER in http.headers:
-            created = datetime.fromtimestamp(service.created, UTC).isoformat()
-            about = {"type": "model", "id": name, "display_name": name, "created_at": created}
-            return {**about, "lifecycle": "active", "max_input_tokens": limit, "max_tokens": limit}
-        return {
-            "id": name,
-            "object": "model",
-            "created": service.created,
-            "owned_by": "duoka",
-            "max_model_len": limit,
-            **({"parent": service.model} if name in service.adapters else {}),
-        }
-
     @app.get("/v1/models")
     async def models(
         http: Request,
@@ -122,8 +107,9 @@ def _add_models(app: FastAPI, service: Service) -> None:
         before_id: str = "",
     ) -> dict[str, Any]:
         """List the model's names and adapters; the parameters choose a page for Anthropic's API."""
+        describe = partial(_describe_model, service, http)
         if VERSION_HEADER not in http.headers:
-            return {"object": "list", "data": [described(name, http) for name in service.names]}
+            return {"object": "list", "data": [*map(describe, service.names)]}
         names = service.names
         for cursor in (after_id, before_id):
             service.check_model(cursor)
@@ -131,14 +117,31 @@ def _add_models(app: FastAPI, service: Service) -> None:
         names = names[start : names.index(before_id) if before_id else None]
         page = names[-limit:] if before_id and not after_id else names[:limit]
         ends: Sequence[str | None] = page or [None]
-        data, has_more = [described(name, http) for name in page], len(page) < len(names)
-        return {"data": data, "has_more": has_more, "first_id": ends[0], "last_id": ends[-1]}
+        about = {"has_more": len(page) < len(names), "first_id": ends[0], "last_id": ends[-1]}
+        return {"data": [*map(describe, page)], **about}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str, http: Request) -> dict[str, Any]:
         """Return the model or an adapter; 404 for another name."""
         service.check_model(name)
-        return described(name, http)
+        return _describe_model(service, http, name)
+
+
+def _describe_model(service: Service, http: Request, name: str) -> dict[str, Any]:
+    """Return a model object; an adapter's has the model as `parent` in OpenAI's format."""
+    limit = service.pool.context_tokens
+    if VERSION_HEADER in http.headers:
+        created = datetime.fromtimestamp(service.created, UTC).isoformat()
+        about = {"type": "model", "id": name, "display_name": name, "created_at": created}
+        return {**about, "lifecycle": "active", "max_input_tokens": limit, "max_tokens": limit}
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "duoka",
+        "max_model_len": limit,
+        **({"parent": service.model} if name in service.adapters else {}),
+    }
 
 
 def _add_openai(app: FastAPI, service: Service) -> None:
