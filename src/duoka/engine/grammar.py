@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +27,9 @@ Kind = Literal["json_schema", "regex", "lark"]
 # stack depth: llguidance crashes the process at about 1,500 of them.
 _MOST_CHARACTERS = 2**15
 _MOST_LINKS = 500
-# The text that each reference (JSON schema) or rule (Lark) contains, to count them without parsing.
-_LINK_TEXTS = {"json_schema": '"$ref"', "lark": ":"}
+# Matches each reference of a JSON schema, also within Lark, and each rule and nested grammar of Lark,
+# to count them without parsing. Each rule begins a line.
+_LINK = re.compile(r'"\$ref"|%lark|^[?!\s]*\w', re.MULTILINE)
 # Limits of llguidance's compiler; a lexer state takes 2 KB.
 _LIMITS = {"max_lexer_states": 50_000, "max_grammar_size": 100_000, "verbose_errors": False}
 _NUM_COMPILED = 16
@@ -47,10 +49,10 @@ class Grammar:
     text: str
 
     def __post_init__(self) -> None:
-        link = _LINK_TEXTS.get(self.kind)
+        num_links = 0 if self.kind == "regex" else len(_LINK.findall(self.text))
         for number, limit, what in (
             (len(self.text), _MOST_CHARACTERS, "characters"),
-            (self.text.count(link) if link else 0, _MOST_LINKS, f"references (by their {link})"),
+            (num_links, _MOST_LINKS, "references or rules"),
         ):
             if number > limit:
                 raise UsageError(

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from duoka.base.prompt_settings import PromptSettings
 
@@ -182,12 +182,18 @@ class OutputConfig(Form):
     format: AnthropicSchemaFormat | None = None
 
 
+def _drop_billing(blocks: list[TextBlock]) -> list[TextBlock]:
+    """Drop the block by which Claude Code is billed, which differs in each of its requests."""
+    # As the first text of every prompt it would prevent all sharing of cached prefixes.
+    return [block for block in blocks if not block.text.startswith("x-anthropic-billing-header:")]
+
+
 class CountTokensRequest(PromptFields):
     """``POST /v1/messages/count_tokens``."""
 
     model: str
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
-    system: str | list[TextBlock] = ""
+    system: str | Annotated[list[TextBlock], AfterValidator(_drop_billing)] = ""
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice = AnthropicToolChoice()
     output_config: OutputConfig = OutputConfig()

@@ -92,3 +92,10 @@ class ChatMessages:
                 "--allow-image-urls to download http and https URLs",
             )
         return decode_image(content, f"image {self._num_images}", WEB_FORMATS)
+
+
+def join_systems(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Move all system messages to the beginning of a chat, as one message."""
+    texts = [message.content for message in messages if message.role == "system"]
+    rest = [message for message in messages if message.role != "system"]
+    return [ChatMessage(role="system", content="\n\n".join(texts)), *rest]

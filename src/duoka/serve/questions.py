@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from duoka.base.prompt_settings import PromptSettings
@@ -12,10 +14,10 @@ from duoka.engine.request import SamplingParams
 from duoka.errors import UsageError
 from duoka.models.text.answer_reader import AnswerReader
 from duoka.models.text.image_prompts import images_of
-from duoka.models.text.messages import ChatMessage
+from duoka.models.text.messages import ChatMessage, Role
 from duoka.runtime.prompt_reader import PromptReader, PromptTooLong, refuse_beyond
 
-from .chats import ChatMessages
+from .chats import ChatMessages, join_systems
 from .messages import Prompt
 
 _FORMAT = "response_format"
@@ -101,6 +103,16 @@ class QuestionReader:
         params = SamplingParams.recommended(self.generation_config, **params_given, **limits)
         return replace(question, params=params)
 
+    @cached_property
+    def _takes_systems(self) -> bool:
+        """True if the chat template shows system messages after the first message."""
+        roles: tuple[Role, ...] = ("system", "user", "assistant", "system", "user")
+        chat = [ChatMessage(role=role, content="?") for role in roles]
+        try:
+            return self.reader.chat.prompt(chat) != self.reader.chat.prompt([*chat[:3], chat[4]])
+        except UsageError:
+            return False
+
     def _read_grammar(self, prompt: Prompt, values: Mapping[str, Any]) -> Grammar | None:
         """Read the grammar, if one is requested, and check the token ids of `logit_bias`."""
         field = "text.format" if prompt.field == "input" else _FORMAT
@@ -146,6 +158,8 @@ class QuestionReader:
         chat, answers, tools = self.reader.chat, self.reader.chat.answers, prompt.tools
         most_images = None if chat.images is None else self.reader.workload.images
         messages = ChatMessages(answers.reasoning, most_images).read(prompt.messages or ())
+        if any(message.role == "system" for message in messages[1:]) and not self._takes_systems:
+            messages = join_systems(messages)
         self.reader.check_images(images_of(messages))
         settings = prompt.settings
         if settings.is_thinking is None:
@@ -159,6 +173,9 @@ class QuestionReader:
             forced = answers.forced_call(tools, tokens, parallel=is_parallel)
             tokens.extend(forced.prompt_ids)
             grammar = Grammar.lark(forced.grammar)
+        elif grammar is not None and tools and answers.form and grammar.kind == "json_schema":
+            tokens.extend(chat.reasoning.end_ids(tokens))
+            grammar = Grammar.lark(answers.answer_or_call(json.loads(grammar.text), tools))
         elif grammar is not None:
             tokens.extend(chat.content_start(tokens))
         else:

@@ -105,21 +105,27 @@ class AnsweredCall(Form):
     index: int | None = None
 
 
-class SystemMessage(Form):
+class RoleMessage(Form):
+    """A message of a chat; clients such as lm-evaluation-harness add a `type`."""
+
+    type: Literal["text", "message"] | None = None
+
+
+class SystemMessage(RoleMessage):
     """A system message."""
 
     role: Literal["system", "developer"]
     content: str | list[TextPart]
 
 
-class UserMessage(Form):
+class UserMessage(RoleMessage):
     """A user message."""
 
     role: Literal["user"]
     content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
 
 
-class AssistantMessage(Form):
+class AssistantMessage(RoleMessage):
     """An earlier answer of the model."""
 
     role: Literal["assistant"]
@@ -130,7 +136,7 @@ class AssistantMessage(Form):
     tool_calls: list[AnsweredCall] | None = None
 
 
-class ToolMessage(Form):
+class ToolMessage(RoleMessage):
     """The result of a tool call."""
 
     role: Literal["tool"]

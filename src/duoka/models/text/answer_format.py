@@ -5,6 +5,7 @@ Both are recognized by the chat template and the special tokens of the model.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from duoka.errors import UsageError
 
 from .answer_reader import AnswerReader, CallForm, Tags
 from .call_forms import LineForm, MistralForm, ObjectForm, PairForm, ParameterForm, TaggedForm
-from .call_grammars import ForcedCall, force_call
+from .call_grammars import JSON_OPTIONS, ForcedCall, force_call
 from .messages import TOOL_NAME, Tool, tool_function
 
 _TAGS = [Tags(f"<{name}>", f"</{name}>") for name in ("think", "seed:think")]
@@ -127,6 +128,27 @@ class AnswerFormat:
             assert self.reasoning is not None, "it has begun"
             before = f"{self.reasoning.end}\n\n"
         return force_call(self.form, tools, self.tokenizer, before=before, parallel=parallel)
+
+    def answer_or_call(self, schema: Mapping[str, Any], tools: Sequence[Tool]) -> str:
+        """Return the grammar, in Lark's form, of an answer that matches a JSON schema, or is a call.
+
+        A call is constrained only up to the name of its tool, or to the text that begins a call.
+        Raises UsageError if calls begin with a special token, which a grammar can't match.
+        """
+        assert self.form is not None, "without a form there are no calls"
+        added = self.tokenizer.added_tokens_decoder.values()
+        special = {token.content for token in added if token.special}
+        openings = self.form.openings(tool_schemas(tools))
+        texts = " | ".join(json.dumps(text) for text in openings if text not in special)
+        if not texts:
+            raise UsageError(
+                "response_format can't be combined with tools on this model: its calls begin with "
+                "a special token, which no grammar can match",
+                hint="omit response_format, or set tool_choice to none",
+            )
+        answer = f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
+        line = r'"\n" ' if isinstance(self.form, LineForm) else ""  # its empty line of metadata
+        return f"start: ({texts}) REST | {line}{answer}\nREST: /(.|\\n)*/"
 
     def _marks(self) -> Iterator[str]:
         """Yield all texts around calls and reasoning."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -55,6 +55,10 @@ class CallForm(ABC):
     inner_marks: tuple[str, ...] = ()
     turn: str = ""
     is_at_start: bool = False
+
+    def openings(self, names: Iterable[str]) -> list[str]:
+        """Return the texts with which an answer begins that is a call of one of these tools."""
+        return [*self.markers]
 
     @abstractmethod
     def read(self, calls: CallReader, marker: str) -> Script:

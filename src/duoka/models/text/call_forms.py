@@ -15,6 +15,7 @@ of forced calls are in `call_grammars`.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -128,6 +129,10 @@ class ObjectForm(CallForm):
     markers: tuple[str, ...] = ("<|python_tag|>",)
     is_at_start: bool = True
 
+    def openings(self, names: Iterable[str]) -> list[str]:
+        """See `CallForm.openings`."""
+        return [f'{{"name": {json.dumps(name)}, "parameters": ' for name in names]
+
     def read(self, calls: CallReader, marker: str) -> Script:
         """See `CallForm.read`."""
         char = yield from calls.after_space()
@@ -194,6 +199,10 @@ class LineForm(CallForm):
     arguments: Literal["python", "json"] = field(kw_only=False)
     turn: str = "<|assistant|>"
     is_at_start: bool = True
+
+    def openings(self, names: Iterable[str]) -> list[str]:
+        """See `CallForm.openings`."""
+        return [f"{name}\n" for name in names]
 
     def read(self, calls: CallReader, marker: str) -> Script:
         """See `CallForm.read`."""

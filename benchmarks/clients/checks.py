@@ -1,0 +1,69 @@
+"""Named checks of one client; each prints a line of JSON.
+
+The addresses of the servers are in the environment: `LLAMA`, `THINKER` and `VISION` are `duoka serve`
+with small random models, `AGENT` answers as `run.py` says. All have the model `tiny` and the key
+`KEY`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import BaseModel
+
+KEY, MODEL = "secret", "tiny"
+LLAMA, THINKER, VISION, AGENT, IMAGE = (
+    os.environ.get(name, "") for name in ("LLAMA", "THINKER", "VISION", "AGENT", "IMAGE")
+)
+HI = [{"role": "user", "content": "hi"}]
+_CHECKS: list[Callable[[], Any]] = []
+
+
+class Answer(BaseModel):
+    """The structured output of all checks."""
+
+    is_it: bool
+    other: bool
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def check(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Add a check, which may be a coroutine; it fails if it raises."""
+    _CHECKS.append(function)
+    return function
+
+
+def refused(call: Callable[[], Any], *parts: str) -> None:
+    """Require that a call raises an error whose text contains all parts."""
+    try:
+        result = call()
+    except Exception as error:
+        missing = [part for part in parts if part not in str(error)]
+        assert not missing, f"{type(error).__name__} without {missing}: {error}"
+    else:
+        raise AssertionError(f"not refused: {result}")
+
+
+def main() -> None:
+    """Run all checks, or those named on the command line."""
+    for function in _CHECKS:
+        name, error = function.__name__, ""
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
+        try:
+            result = function()
+            if inspect.iscoroutine(result):
+                asyncio.run(result)
+        except Exception as caught:
+            error = f"{type(caught).__name__}: {caught}"[:1500]
+        print(json.dumps({"check": name, "error": error}), flush=True)
