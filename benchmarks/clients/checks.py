@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-KEY, MODEL = "secret", "tiny"
+KEY, MODEL = "secret-key", "tiny"
 LLAMA, THINKER, VISION, AGENT, IMAGE = (
     os.environ.get(name, "") for name in ("LLAMA", "THINKER", "VISION", "AGENT", "IMAGE")
 )

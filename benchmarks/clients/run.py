@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,7 +35,8 @@ import tuning
 import uvicorn
 from image_checkpoints import write_family
 from PIL import Image
-from served import serving
+from safetensors.torch import load_file, save_file
+from served import Served, serving
 from transformers import LlamaConfig
 
 from duoka.serve.app import make_app
@@ -42,14 +44,21 @@ from duoka.serve.messages import EngineRequest, Event
 from duoka.serve.pool import EnginePool
 from duoka.serve.service import Service
 
-KEY, MODEL = "secret", "tiny"
+KEY, MODEL = "secret-key", "tiny"
 _GPUS = ("--gpus", "virtual:1x512MiB", "--sequences", "4")
 _SERVERS = {
     "LLAMA": ("--context", "2048"),
     "THINKER": ("--context", "2048"),
-    "VISION": ("--images", "1", "--image-size", "60x56", "--context", "512"),
+    "VISION": ("--images", "1", "--image-size", "60x56", "--context", "256"),
 }
-_THINKING = tuning.TEMPLATE.replace("<|assistant|>{%", "<|assistant|><think>\n{%")
+_CONTENT = "{{ message.content }}"
+_CALLS = "{% for c in message.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+_TEMPLATES = {
+    "LLAMA": tuning.TEMPLATE.replace(_CONTENT, _CONTENT + _CALLS),
+    "THINKER": tuning.TEMPLATE.replace("<|assistant|>{%", "<|assistant|><think>\n{%").replace(
+        _CONTENT, "{{ message.content.split('</think>')[-1] }}" + _CALLS
+    ),
+}
 
 
 class AgentPool(scripted.ScriptedPool):
@@ -116,12 +125,22 @@ def write_models(folder: Path) -> dict[str, Path]:
         **{**tuning.SIZES, "max_position_embeddings": 2048}
     )
     paths = {name: folder / name / MODEL for name in _SERVERS}
-    for name in ("LLAMA", "THINKER"):
+    for name, template in _TEMPLATES.items():
         tuning.write_model("long", paths[name])
-    template = paths["THINKER"] / "chat_template.jinja"
-    template.write_text(_THINKING)
+        weights = load_file(paths[name] / "model.safetensors")
+        (paths[name] / "chat_template.jinja").write_text(template)
+        # An answer doesn't end before its limit, and JSON has little white space.
+        spaces = tuning.make_tokenizer().encode(" \n\t\r")
+        weights["lm_head.weight"][[*spaces, *range(256, 260)]] = 0
+        save_file(weights, paths[name] / "model.safetensors", {"format": "pt"})
     write_family("llava", paths["VISION"])
     return paths
+
+
+def serve(name: str, path: Path, log: Path) -> contextlib.AbstractContextManager[Served]:
+    """Return a server of a checkpoint, which starts when it is entered."""
+    key = {"DUOKA_API_KEY": KEY}
+    return serving(path, log, *_SERVERS[name], gpus=_GPUS, environment=key)
 
 
 def run_client(script: Path, options: argparse.Namespace, environment: dict[str, str]) -> int:
@@ -159,16 +178,11 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         environment = {"AGENT": stack.enter_context(serving_agent())}
         environment["IMAGE"] = base64.b64encode(image.getvalue()).decode()
-        for name, path in write_models(folder).items():
-            served = stack.enter_context(
-                serving(
-                    path,
-                    folder / f"{name}.log",
-                    *_SERVERS[name],
-                    gpus=_GPUS,
-                    environment={"DUOKA_API_KEY": KEY},
-                )
-            )
+        paths = write_models(folder)
+        servers = [serve(name, path, folder / f"{name}.log") for name, path in paths.items()]
+        with ThreadPoolExecutor() as pool:
+            addresses = list(pool.map(stack.enter_context, servers))
+        for (name, path), served in zip(paths.items(), addresses, strict=True):
             environment |= {name: served.url, f"{name}_DIRECTORY": str(path)}
         if options.hold:
             print("\n".join(f"export {name}={value}" for name, value in environment.items()))

@@ -39,7 +39,10 @@ async def chat_and_stream() -> None:
     parts = [part async for part in client().create_stream(HI)]
     assert "".join(part for part in parts if isinstance(part, str)) == answer.content
     assert parts[-1].usage.completion_tokens == 60 or not parts[-1].usage.completion_tokens
-    parts = [part async for part in client(include_name_in_message=True).create_stream(HI, include_usage=True)]  # noqa: E501
+    parts = [
+        part
+        async for part in client(include_name_in_message=True).create_stream(HI, include_usage=True)
+    ]  # noqa: E501
     assert parts[-1].usage.completion_tokens == 60
 
 

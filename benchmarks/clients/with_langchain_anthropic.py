@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from checks import AGENT, IMAGE, KEY, LLAMA, MODEL, THINKER, VISION, Answer, add, check, main, refused
+from checks import (
+    AGENT,
+    IMAGE,
+    KEY,
+    LLAMA,
+    MODEL,
+    THINKER,
+    VISION,
+    Answer,
+    add,
+    check,
+    main,
+    refused,
+)
 from langchain.agents import create_agent
 from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain_anthropic import ChatAnthropic
@@ -54,7 +67,10 @@ def tools_required_and_named() -> None:
 
 @check
 def tools_auto_in_rounds() -> None:
-    for options in ({}, {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 1500}):
+    for options in (
+        {},
+        {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 1500},
+    ):
         bound, messages = model(AGENT, **options).bind_tools([ADD]), [HumanMessage("2 + 2?")]
         for _ in range(2):
             answer = bound.invoke(messages)

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from checks import AGENT, IMAGE, KEY, LLAMA, MODEL, THINKER, VISION, Answer, add, check, main, refused
+from checks import (
+    AGENT,
+    IMAGE,
+    KEY,
+    LLAMA,
+    MODEL,
+    THINKER,
+    VISION,
+    Answer,
+    add,
+    check,
+    main,
+    refused,
+)
 from langchain.agents import create_agent
 from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
@@ -16,7 +29,8 @@ ADD = tool(add)
 
 def model(url: str = LLAMA, **options: Any) -> ChatOpenAI:
     settings: dict[str, Any] = {"model": MODEL, "api_key": KEY, "max_retries": 0, "max_tokens": 60}
-    return ChatOpenAI(base_url=f"{url}/v1", temperature=0, **{**settings, **options})
+    settings |= {"base_url": f"{url}/v1", "temperature": 0}
+    return ChatOpenAI(**{**settings, **options})
 
 
 @check
@@ -123,7 +137,9 @@ def responses() -> None:
     assert "".join(chunk.text for chunk in model(**options).stream("hi"))
     assert isinstance(model(**options).with_structured_output(Answer).invoke("hi"), Answer)
     bound = model(**options).bind_tools([ADD], tool_choice="any")
-    assert (bound.invoke("hi").tool_calls or bound.invoke("hi").invalid_tool_calls)[0]["name"] == "add"
+    assert (bound.invoke("hi").tool_calls or bound.invoke("hi").invalid_tool_calls)[0][
+        "name"
+    ] == "add"
     rounds(**options)
     rounds(**options, include=["reasoning.encrypted_content"], reasoning={"summary": "auto"})
 
@@ -144,7 +160,7 @@ def images() -> None:
 @check
 def thinking() -> None:
     # ChatOpenAI drops `reasoning_content`, so that only the answer is seen.
-    assert not model(THINKER).invoke("hi").content
+    assert not model(THINKER).invoke("hi").text
     for options in (
         {"reasoning_effort": "none"},
         {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},

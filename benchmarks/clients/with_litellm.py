@@ -5,7 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import litellm
-from checks import AGENT, HI, IMAGE, KEY, LLAMA, MODEL, THINKER, VISION, Answer, add, check, main, refused
+from checks import (
+    AGENT,
+    HI,
+    IMAGE,
+    KEY,
+    LLAMA,
+    MODEL,
+    THINKER,
+    VISION,
+    Answer,
+    add,
+    check,
+    main,
+    refused,
+)
 
 PARAMETERS = {
     "type": "object",

@@ -23,10 +23,16 @@ ADD = function_tool(add)
 KINDS = (OpenAIChatCompletionsModel, OpenAIResponsesModel)
 
 
-def agents(url: str = LLAMA, key: str = KEY, settings: Any = None, **options: Any) -> Any:
-    """An agent over each API."""
+def agents(
+    url: str = LLAMA, key: str = KEY, settings: Any = None, kinds: Any = KINDS, **options: Any
+) -> Any:
+    """An agent over each API.
+
+    The SDK takes a response that a limit of tokens has ended for an error, so that texts of the
+    random models are of chats only.
+    """
     chosen = ModelSettings(**{"max_tokens": 60, "temperature": 0, **(settings or {})})
-    for kind in KINDS:
+    for kind in kinds:
         client = AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
         model = kind(model=MODEL, openai_client=client)
         yield Agent(**{"name": "a", "instructions": "Be brief.", "model": model,
@@ -35,12 +41,14 @@ def agents(url: str = LLAMA, key: str = KEY, settings: Any = None, **options: An
 
 @check
 async def chat_and_stream() -> None:
-    for agent in agents():
+    for agent in agents(kinds=KINDS[:1]):
         result = await Runner.run(agent, "hi")
         assert result.context_wrapper.usage.output_tokens == 60
+    for agent in (*agents(AGENT), *agents(kinds=KINDS[:1])):
+        result = await Runner.run(agent, "hi")
         streamed = Runner.run_streamed(agent, "hi")
         events = [event async for event in streamed.stream_events()]
-        assert len(events) > 10
+        assert len(events) > 5
         assert streamed.final_output == result.final_output
 
 
@@ -51,7 +59,10 @@ async def settings() -> None:
         "include_usage": True, "verbosity": "low", "top_logprobs": 2, "prompt_cache_retention": "24h",
         "extra_body": {"chat_template_kwargs": {}},
     }  # fmt: skip
-    for agent in agents(settings=further, tools=[ADD]):
+    for agent in (
+        *agents(settings=further, tools=[ADD], kinds=KINDS[:1]),
+        *agents(AGENT, settings=further, tools=[ADD]),
+    ):
         assert (await Runner.run(agent, "hi")).final_output
 
 
@@ -103,17 +114,19 @@ async def handoffs() -> None:
 async def images() -> None:
     part = {"type": "input_image", "image_url": f"data:image/png;base64,{IMAGE}", "detail": "auto"}
     content = [{"type": "input_text", "text": "What?"}, part]
-    for agent in agents(VISION, settings={"max_tokens": 9}):
+    for agent in agents(VISION, settings={"max_tokens": 9}, kinds=KINDS[:1]):
         result = await Runner.run(agent, [{"role": "user", "content": content}])
         assert result.context_wrapper.usage.input_tokens > 10
 
 
 @check
 async def thinking() -> None:
-    for agent in agents(THINKER, settings={"reasoning": Reasoning(effort="none", summary="auto")}):
-        assert (await Runner.run(agent, "hi")).final_output
-    for agent in agents(THINKER, settings={"extra_body": {"thinking_token_budget": 5}}):
-        assert (await Runner.run(agent, "hi")).final_output
+    off = {"reasoning": Reasoning(effort="none", summary="auto")}
+    for settings in (off, {"extra_body": {"thinking_token_budget": 5}}):
+        for agent in agents(THINKER, settings=settings, kinds=KINDS[:1]):
+            assert (await Runner.run(agent, "hi")).final_output
+    for agent in agents(THINKER, settings=off, output_type=Answer):
+        assert isinstance((await Runner.run(agent, "hi")).final_output, Answer)
 
 
 @check

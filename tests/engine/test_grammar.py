@@ -305,6 +305,8 @@ def test_a_long_chain_is_refused_before_it_takes_all_of_the_stack(kind: str) -> 
     assert tokens_of(compiler.start(chain(490, kind))[0])
     with pytest.raises(UsageError, match=r"references or rules; at most 500"):
         chain(501, kind)
+    with pytest.raises(UsageError, match="references or rules; at most 500"):
+        Grammar.lark("start: %lark { " * 501 + 'start: "a"' + " }" * 501)
 
 
 def test_a_tokenizer_whose_bytes_are_unknown_is_refused() -> None:

@@ -77,6 +77,30 @@ def test_hints_within_messages_and_tools_have_no_effect() -> None:
     assert message.messages[1].reasoning == ""
 
 
+def test_a_message_may_have_a_type() -> None:
+    typed = [{**message, "type": kind} for message in PREFILLED for kind in ("text", "message")]
+    assert len(ask_of(CHAT, {"messages": typed}).prompt.messages) == 4
+    app, _ = scripted.app_of()
+    (answer,) = scripted.post(app, CHAT, {"messages": [{**HI[0], "type": "function_call"}]})
+    assert answer.json()["error"]["param"] == "messages.0.type"
+
+
+def test_what_bills_claude_code_is_no_part_of_a_prompt() -> None:
+    header = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=36ee5;"}
+    text = {"type": "text", "text": "You are Claude Code.", "cache_control": {"type": "ephemeral"}}
+    body = {"model": "", "max_tokens": 2, "messages": HI}
+    for system, expected in (([header, text], ["You are Claude Code.", "hi"]), ([header], ["hi"])):
+        turns = ask_of(MESSAGES, {**body, "system": system}).prompt.messages
+        assert [turn.content for turn in turns] == expected
+
+
+def test_penalties_are_taken_in_all_apis() -> None:
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": -1.0}
+    for path, (_, _, body) in FORMS.items():
+        if not path.endswith("count_tokens"):
+            assert ask_of(path, {**body, **penalties}).params.items() >= penalties.items()
+
+
 def test_a_choice_among_some_tools() -> None:
     functions = [{"name": name, "parameters": {"type": "object"}} for name in ("a", "b", "c")]
     for mode, must_call in (("auto", False), ("required", True)):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import tuning
+from models.text import call_templates
 
 from duoka import Checkpoint, Workload
 from duoka.base.answer_parts import AnswerPart
+from duoka.engine.grammar import Grammar
 from duoka.errors import UsageError
+from duoka.models.text.prompts import chat_format
 from duoka.runtime.prompt_reader import PromptReader, PromptTooLong
 from duoka.serve.messages import Prompt, Turn
 from duoka.serve.questions import QuestionReader
@@ -64,6 +70,51 @@ def test_a_single_call_is_told_where_no_more_are_wanted(questions: QuestionReade
     answer = questions.read(prompt).open_reader()
     parts = answer.feed(f"{call}; {call}") + answer.finish()
     assert [part.text for part in parts] == ["weather", "{}"]
+
+
+def questions_of(template: str) -> QuestionReader:
+    """Questions for a model with this chat template."""
+    tokenizer = call_templates.tokenizer("hermes", template)
+    chat = chat_format(tokenizer, {"model_type": "llama"})
+    return QuestionReader(cast(PromptReader, SimpleNamespace(
+        tokenizer=tokenizer, chat=chat, check_images=lambda _: None)))  # fmt: skip
+
+
+def test_a_structured_answer_may_be_a_call_instead() -> None:
+    questions = questions_of(call_templates.TEMPLATES["hermes"])
+    form = {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 1}}}}
+    question = questions.read(Prompt(messages=CHAT, tools=[TOOL]), form)
+    grammar = question.params.grammar
+    assert grammar is not None
+    assert "<[258]> rest" in grammar.text  # the token <tool_call>
+    (name, _) = question.open_reader().feed(
+        '<tool_call>{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call>'
+    )
+    assert name == AnswerPart("tool_name", "weather")
+    plain = questions.read(Prompt(messages=CHAT), form).params.grammar
+    assert plain == Grammar.json_schema({"const": 1})
+
+
+TURNS = [
+    Turn(role="system", content="first"),
+    *CHAT,
+    Turn(role="system", content="second"),
+    Turn(role="user", content="and?"),
+]
+
+
+def test_system_messages_come_first_where_a_template_wants_it() -> None:
+    loop = "{% for m in messages %}[{{ m.role }} {{ CONTENT }}]{% endfor %}"
+    strict = "m.content if loop.first or m.role != 'system' else raise_exception('no')"
+    for content, expected in (
+        (strict, "[system first\n\nsecond][user hi][user and?]"),
+        ("m.content", "[system first][user hi][system second][user and?]"),
+    ):
+        questions = questions_of(loop.replace("CONTENT", content))
+        tokens = questions.read(Prompt(messages=TURNS)).tokens
+        assert questions.reader.tokenizer.decode(tokens) == expected
+    with pytest.raises(UsageError, match="rejects the messages: no"):
+        questions_of("{{ raise_exception('no') }}").read(Prompt(messages=CHAT))
 
 
 def test_what_cant_be_asked_is_refused(questions: QuestionReader) -> None:

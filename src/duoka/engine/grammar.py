@@ -25,11 +25,10 @@ from duoka.models.text.call_grammars import JSON_OPTIONS
 Kind = Literal["json_schema", "regex", "lark"]
 # The costliest known grammar of this length takes a second and 200 MB to compile. References need
 # stack depth: llguidance crashes the process at about 1,500 of them.
-_MOST_CHARACTERS = 2**15
-_MOST_LINKS = 500
-# Matches each reference of a JSON schema, also within Lark, and each rule and nested grammar of Lark,
-# to count them without parsing. Each rule begins a line.
-_LINK = re.compile(r'"\$ref"|%lark|^[?!\s]*\w', re.MULTILINE)
+_MOST = {"characters": 2**15, "references or rules": 500}
+# Matches each reference of a JSON schema, and each rule and nested grammar of Lark, to count them
+# without parsing. Rules begin lines; a JSON schema within Lark may have any number of colons.
+_LINK = re.compile(r'"\$ref"|%lark|^[?! \t]*\w', re.MULTILINE)
 # Limits of llguidance's compiler; a lexer state takes 2 KB.
 _LIMITS = {"max_lexer_states": 50_000, "max_grammar_size": 100_000, "verbose_errors": False}
 _NUM_COMPILED = 16
@@ -39,6 +38,8 @@ _NUM_COMPILED = 16
 class Grammar:
     """The grammar of an answer; create it with `json_schema`, `json_object`, `regex` or `lark`.
 
+    `special_ids` are the special tokens that it may name, none by default.
+
     Raises
     ------
     UsageError
@@ -47,16 +48,15 @@ class Grammar:
 
     kind: Kind
     text: str
+    special_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         num_links = 0 if self.kind == "regex" else len(_LINK.findall(self.text))
-        for number, limit, what in (
-            (len(self.text), _MOST_CHARACTERS, "characters"),
-            (num_links, _MOST_LINKS, "references or rules"),
-        ):
-            if number > limit:
+        counts = {"characters": len(self.text), "references or rules": num_links}
+        for what, number in counts.items():
+            if number > _MOST[what]:
                 raise UsageError(
-                    f"the {self.kind} has {number} {what}; at most {limit} are compiled",
+                    f"the {self.kind} has {number} {what}; at most {_MOST[what]} are compiled",
                     hint="simplify it, and describe the rest in the prompt",
                 )
         llguidance = _import_llguidance()
@@ -221,8 +221,9 @@ class GrammarMatcher:
         # llguidance keeps an error as the matcher's state, in which it computes no mask.
         mask = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
         is_end = self._matcher.is_accepting()
-        # A grammar can name special tokens, but those are reserved for the chat template.
+        # A grammar can name special tokens, but most are reserved for the chat template.
         usable = self._vocabulary.text_bits | (self._vocabulary.stop_bits if is_end else 0)
+        usable |= int.from_bytes(token_bits(self._grammar.special_ids), "little")
         allowed = int.from_bytes(mask, "little") & usable
         if self._matcher.is_error() or not (allowed or self.is_complete):
             problem = self._matcher.get_error() or "no text token satisfies it"
@@ -237,13 +238,13 @@ class GrammarMatcher:
 class BytesDetokenizer:
     """Decodes the text of an answer with a grammar from its tokens' bytes; see `Detokenizer`."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._tokenizer = vocabulary.tokenizer
+    def __init__(self, vocabulary: Vocabulary, grammar: Grammar) -> None:
+        self._tokenizer, self._special_ids = vocabulary.tokenizer, grammar.special_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
         """Add a token; return the new text, without an incomplete character at its end."""
-        is_text = not self._tokenizer.is_special_token(token)
+        is_text = token in self._special_ids or not self._tokenizer.is_special_token(token)
         return self._decoder.decode(self._tokenizer.decode_bytes([token]) if is_text else b"")
 
     def finish(self) -> str:
@@ -270,7 +271,7 @@ class GrammarCompiler:
         with self._lock:
             matcher = self._compiled(grammar).deep_copy()
             vocabulary = self._vocabulary()
-        return GrammarMatcher(grammar, matcher, vocabulary), BytesDetokenizer(vocabulary)
+        return GrammarMatcher(grammar, matcher, vocabulary), BytesDetokenizer(vocabulary, grammar)
 
     def _compile(self, grammar: Grammar) -> Any:
         """Return an `LLMatcher` at the start of a grammar, to be copied for each answer."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
@@ -205,10 +206,7 @@ class CountTokensRequest(PromptFields):
         usable = choose_tools(tools, mode if choice.name is None else choice)
         system = [make_turn("system", self.system)] if self.system else []
         return Prompt(
-            messages=[
-                *system,
-                *(turn for message in self.messages for turn in read_turns(message)),
-            ],
+            messages=[*system, *chain.from_iterable(map(read_turns, self.messages))],
             parallel_tool_calls=not choice.disable_parallel_tool_use,
             settings=self.prompt_settings(),
             **usable,

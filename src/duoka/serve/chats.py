@@ -95,7 +95,7 @@ class ChatMessages:
 
 
 def join_systems(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Move all system messages to the beginning of a chat, as one message."""
+    """Join the system messages to one, at the beginning of the chat."""
     texts = [message.content for message in messages if message.role == "system"]
-    rest = [message for message in messages if message.role != "system"]
-    return [ChatMessage(role="system", content="\n\n".join(texts)), *rest]
+    system = ChatMessage(role="system", content="\n\n".join(texts))
+    return [*([system] if texts else ()), *(each for each in messages if each.role != "system")]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from duoka.base.prompt_settings import PromptSettings
@@ -14,7 +12,7 @@ from duoka.engine.request import SamplingParams
 from duoka.errors import UsageError
 from duoka.models.text.answer_reader import AnswerReader
 from duoka.models.text.image_prompts import images_of
-from duoka.models.text.messages import ChatMessage, Role
+from duoka.models.text.messages import ChatMessage
 from duoka.runtime.prompt_reader import PromptReader, PromptTooLong, refuse_beyond
 
 from .chats import ChatMessages, join_systems
@@ -103,16 +101,6 @@ class QuestionReader:
         params = SamplingParams.recommended(self.generation_config, **params_given, **limits)
         return replace(question, params=params)
 
-    @cached_property
-    def _takes_systems(self) -> bool:
-        """True if the chat template shows system messages after the first message."""
-        roles: tuple[Role, ...] = ("system", "user", "assistant", "system", "user")
-        chat = [ChatMessage(role=role, content="?") for role in roles]
-        try:
-            return self.reader.chat.prompt(chat) != self.reader.chat.prompt([*chat[:3], chat[4]])
-        except UsageError:
-            return False
-
     def _read_grammar(self, prompt: Prompt, values: Mapping[str, Any]) -> Grammar | None:
         """Read the grammar, if one is requested, and check the token ids of `logit_bias`."""
         field = "text.format" if prompt.field == "input" else _FORMAT
@@ -158,14 +146,15 @@ class QuestionReader:
         chat, answers, tools = self.reader.chat, self.reader.chat.answers, prompt.tools
         most_images = None if chat.images is None else self.reader.workload.images
         messages = ChatMessages(answers.reasoning, most_images).read(prompt.messages or ())
-        if any(message.role == "system" for message in messages[1:]) and not self._takes_systems:
-            messages = join_systems(messages)
         self.reader.check_images(images_of(messages))
         settings = prompt.settings
         if settings.is_thinking is None:
             settings = replace(settings, is_thinking=self.is_thinking)
-        tokens, budget = chat.prompt(messages, tools or None, settings), None
-        is_parallel, forced = prompt.parallel_tool_calls, None
+        try:
+            tokens = chat.prompt(messages, tools or None, settings)
+        except UsageError:  # some templates take no system message but the first message
+            tokens = chat.prompt(join_systems(messages), tools or None, settings)
+        is_parallel, forced, budget = prompt.parallel_tool_calls, None, None
         if prompt.must_call:
             if grammar is not None:
                 text = "response_format can't be combined with a forced tool call"
@@ -175,7 +164,7 @@ class QuestionReader:
             grammar = Grammar.lark(forced.grammar)
         elif grammar is not None and tools and answers.form and grammar.kind == "json_schema":
             tokens.extend(chat.reasoning.end_ids(tokens))
-            grammar = Grammar.lark(answers.answer_or_call(json.loads(grammar.text), tools))
+            grammar = Grammar("lark", *answers.answer_or_call(grammar.text, tools))
         elif grammar is not None:
             tokens.extend(chat.content_start(tokens))
         else:

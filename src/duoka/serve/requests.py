@@ -42,6 +42,8 @@ class AnswerRequest(Form):
     stream: bool = False
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     store: Literal[False] | None = None
 
     def params(self) -> dict[str, Any]:
@@ -198,11 +200,6 @@ class ChatTool(Form):
     type: Literal["function"] = "function"
     function: Function
 
-    @property
-    def name(self) -> str:
-        """The name of the function."""
-        return self.function.name
-
 
 class AllowedTools(Form):
     """A choice among some of the tools."""
@@ -239,7 +236,8 @@ def choose_tools(tools: Iterable[dict[str, Any]], choice: Any) -> dict[str, Any]
     mode = getattr(choice, "mode", choice)
     allowed = [*offered] if mode != "none" else []
     if not isinstance(choice, str | None):
-        allowed = [tool.name for tool in getattr(choice, "tools", (choice,))]
+        named = [getattr(tool, "function", tool) for tool in getattr(choice, "tools", (choice,))]
+        allowed = [function.name for function in named]
     must_call = mode not in (None, "none", "auto")
     if (must_call and not allowed) or not offered.keys() >= {*allowed}:
         text = f"tool_choice is not in tools; available: {', '.join(offered) or 'none'}"
@@ -279,8 +277,6 @@ class OpenAIRequest(AnswerRequest):
     ) = None
     top_k: Annotated[int, Field(ge=-1), AfterValidator(lambda number: max(number, 0))] | None = None
     min_p: Share | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] | None = None
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=1024)] | None = None
     max_tokens: Count | None = None

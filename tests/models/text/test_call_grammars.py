@@ -9,11 +9,12 @@ import pytest
 from duoka.engine.grammar import Grammar, GrammarCompiler
 from duoka.errors import UsageError
 from duoka.models.text.answer_format import AnswerFormat
+from duoka.models.text.call_forms import LineForm
 from duoka.models.text.messages import ChatMessage, ToolCall
 from duoka.models.text.prompts import chat_format
 from duoka.models.text.tokenizer import load_tokenizer
 
-from .answers import FORMS, calls, content, read
+from .answers import FORMS, calls, content, read, write
 from .call_templates import PLAIN, TEMPLATES, tokenizer
 
 pytest.importorskip("llguidance")
@@ -155,3 +156,41 @@ def test_only_strict_schemas_must_be_understood() -> None:
         )
     with pytest.raises(UsageError, match="tools is empty"):
         answers.forced_call([])
+
+
+@pytest.mark.parametrize("name", sorted(FORMS))
+def test_an_answer_is_a_call_or_matches_a_schema(name: str) -> None:
+    made = tokenizer(name if name.startswith("mistral") else "hermes")
+    answers = AnswerFormat(made, FORMS[name], None)
+    schema = '{"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"]}'
+    grammar = Grammar("lark", *answers.answer_or_call(schema, [STRICT, OTHER]))
+    line = "\n" if isinstance(answers.form, LineForm) else ""
+    assert written_by(answers, grammar, line + '{"x": true}') == line + '{"x": true}'
+    for refused in ('{"y": true}', "I ask.", "<|im_start|>"):
+        assert written_by(answers, grammar, line + refused) is None
+    call = ToolCall(name="get-1.x", arguments={"n": True})
+    text = written_by(answers, grammar, write(name, [call]))
+    assert text == write(name, [call])
+    assert calls(read(answers.reader([STRICT, OTHER]), list(text))) == [call]
+    assert content(read(answers.reader([STRICT]), [line + '{"x": true}'])) == '{"x": true}'
+
+
+def written_by(answers: AnswerFormat, grammar: Grammar, text: str) -> str | None:
+    """The text of the tokens of an answer that the grammar allows; None if it refuses one."""
+    compiler = GrammarCompiler(answers.tokenizer, [answers.tokenizer.eos_token_id], None)  # type: ignore[list-item]
+    matcher, detokenizer = compiler.start(grammar)
+    parts = []
+    for token in answers.tokenizer.encode(text, add_special_tokens=False):
+        if not int.from_bytes(matcher.allowed, "little") >> token & 1:
+            return None
+        matcher.advance(token)
+        parts.append(detokenizer.add(token))
+    return "".join(parts)
+
+
+def test_tools_may_have_many_and_long_schemas() -> None:
+    chat = chat_format(tokenizer("hermes"), {"model_type": "llama"})
+    names = [f"p{number}" for number in range(30)]
+    parameters = {"type": "object", "properties": {name: {"type": "boolean"} for name in names}}
+    tools = [{"name": f"tool{number}", "parameters": parameters} for number in range(20)]
+    Grammar.lark(chat.answers.forced_call(tools).grammar)

@@ -64,12 +64,8 @@ class AnswerFormat:
     @property
     def kept_ids(self) -> tuple[int, ...]:
         """The ids of special tokens around calls and reasoning, to keep when decoding answers."""
-        special = {
-            token.content: number
-            for number, token in self.tokenizer.added_tokens_decoder.items()
-            if token.special
-        }
-        return tuple(sorted(special[mark] for mark in self._marks() if mark in special))
+        marks, added = {*self._marks()}, self.tokenizer.added_tokens_decoder.items()
+        return tuple(sorted(n for n, token in added if token.special and token.content in marks))
 
     def reader(
         self,
@@ -129,26 +125,22 @@ class AnswerFormat:
             before = f"{self.reasoning.end}\n\n"
         return force_call(self.form, tools, self.tokenizer, before=before, parallel=parallel)
 
-    def answer_or_call(self, schema: Mapping[str, Any], tools: Sequence[Tool]) -> str:
-        """Return the grammar, in Lark's form, of an answer that matches a JSON schema, or is a call.
+    def answer_or_call(self, schema: str, tools: Sequence[Tool]) -> tuple[str, tuple[int, ...]]:
+        """Return the grammar of an answer that matches a JSON schema or is a call, in Lark's form.
 
-        A call is constrained only up to the name of its tool, or to the text that begins a call.
-        Raises UsageError if calls begin with a special token, which a grammar can't match.
+        Only the beginning of a call is constrained. Also return the special tokens of the grammar.
         """
         assert self.form is not None, "without a form there are no calls"
-        added = self.tokenizer.added_tokens_decoder.values()
-        special = {token.content for token in added if token.special}
-        openings = self.form.openings(tool_schemas(tools))
-        texts = " | ".join(json.dumps(text) for text in openings if text not in special)
-        if not texts:
-            raise UsageError(
-                "response_format can't be combined with tools on this model: its calls begin with "
-                "a special token, which no grammar can match",
-                hint="omit response_format, or set tool_choice to none",
-            )
-        answer = f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
+        added = self.tokenizer.get_added_vocab()
+        marks = {*self.form.markers, *self.form.inner_marks} & added.keys()
+        rest = " | ".join(["TEXT", *map(json.dumps, sorted(marks))])
+        rules = " | ".join(self.form.alternatives(tool_schemas(tools))) + f"\nrest: ({rest})*"
+        for mark in marks:
+            rules = rules.replace(json.dumps(mark), f"<[{added[mark]}]>")
         line = r'"\n" ' if isinstance(self.form, LineForm) else ""  # its empty line of metadata
-        return f"start: ({texts}) REST | {line}{answer}\nREST: /(.|\\n)*/"
+        answer = f"{line}%json {json.dumps({**json.loads(schema), 'x-guidance': JSON_OPTIONS})}"
+        grammar = f"start: {answer} | {rules}\nTEXT: /(.|\\n)+/"
+        return grammar, tuple(sorted(added[mark] for mark in marks))
 
     def _marks(self) -> Iterator[str]:
         """Yield all texts around calls and reasoning."""

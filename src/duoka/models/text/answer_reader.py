@@ -12,6 +12,7 @@ text. `call_forms` has the forms of calls of each family.
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -56,9 +57,9 @@ class CallForm(ABC):
     turn: str = ""
     is_at_start: bool = False
 
-    def openings(self, names: Iterable[str]) -> list[str]:
-        """Return the texts with which an answer begins that is a call of one of these tools."""
-        return [*self.markers]
+    def alternatives(self, names: Iterable[str]) -> list[str]:
+        """Return grammars of calls of these tools, in Lark's form, in which `rest` is any text."""
+        return [f'"\\n"? {json.dumps(marker)} rest' for marker in self.markers]
 
     @abstractmethod
     def read(self, calls: CallReader, marker: str) -> Script:

@@ -129,9 +129,11 @@ class ObjectForm(CallForm):
     markers: tuple[str, ...] = ("<|python_tag|>",)
     is_at_start: bool = True
 
-    def openings(self, names: Iterable[str]) -> list[str]:
-        """See `CallForm.openings`."""
-        return [f'{{"name": {json.dumps(name)}, "parameters": ' for name in names]
+    def alternatives(self, names: Iterable[str]) -> list[str]:
+        """See `CallForm.alternatives`."""
+        keys = {"name": {"enum": [*names]}, "parameters": {"type": "object"}}
+        schema = {"type": "object", "properties": keys, "required": [*keys]}
+        return [f"%json {json.dumps({**schema, 'additionalProperties': False})}"]
 
     def read(self, calls: CallReader, marker: str) -> Script:
         """See `CallForm.read`."""
@@ -200,9 +202,9 @@ class LineForm(CallForm):
     turn: str = "<|assistant|>"
     is_at_start: bool = True
 
-    def openings(self, names: Iterable[str]) -> list[str]:
-        """See `CallForm.openings`."""
-        return [f"{name}\n" for name in names]
+    def alternatives(self, names: Iterable[str]) -> list[str]:
+        """See `CallForm.alternatives`."""
+        return [json.dumps(f"{name}\n") + " rest" for name in names]
 
     def read(self, calls: CallReader, marker: str) -> Script:
         """See `CallForm.read`."""
