@@ -31,12 +31,12 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1] / "tests"))
 
 import scripted
+import served
 import tuning
 import uvicorn
 from image_checkpoints import write_family
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from served import Served, serving
 from transformers import LlamaConfig
 
 from duoka.serve.app import make_app
@@ -45,6 +45,7 @@ from duoka.serve.pool import EnginePool
 from duoka.serve.service import Service
 
 KEY, MODEL = "secret-key", "tiny"
+served._START_SECONDS = 900  # three at once
 _GPUS = ("--gpus", "virtual:1x512MiB", "--sequences", "4")
 _SERVERS = {
     "LLAMA": ("--context", "2048"),
@@ -137,10 +138,10 @@ def write_models(folder: Path) -> dict[str, Path]:
     return paths
 
 
-def serve(name: str, path: Path, log: Path) -> contextlib.AbstractContextManager[Served]:
+def serve(name: str, path: Path, log: Path) -> contextlib.AbstractContextManager[served.Served]:
     """Return a server of a checkpoint, which starts when it is entered."""
     key = {"DUOKA_API_KEY": KEY}
-    return serving(path, log, *_SERVERS[name], gpus=_GPUS, environment=key)
+    return served.serving(path, log, *_SERVERS[name], gpus=_GPUS, environment=key)
 
 
 def run_client(script: Path, options: argparse.Namespace, environment: dict[str, str]) -> int:
@@ -168,7 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--node", default="")
-    parser.add_argument("--hold", action="store_true", help="only serve, until Enter")
+    parser.add_argument("--hold", type=float, default=0, help="only serve, for so many seconds")
     parser.add_argument("clients", nargs="*")
     options = parser.parse_args()
     scripts = [HERE / name for name in options.clients] or sorted(HERE.glob("with_*"))
@@ -182,12 +183,12 @@ def main() -> None:
         servers = [serve(name, path, folder / f"{name}.log") for name, path in paths.items()]
         with ThreadPoolExecutor() as pool:
             addresses = list(pool.map(stack.enter_context, servers))
-        for (name, path), served in zip(paths.items(), addresses, strict=True):
-            environment |= {name: served.url, f"{name}_DIRECTORY": str(path)}
+        for (name, path), server in zip(paths.items(), addresses, strict=True):
+            environment |= {name: server.url, f"{name}_DIRECTORY": str(path)}
         if options.hold:
             print("\n".join(f"export {name}={value}" for name, value in environment.items()))
             sys.stdout.flush()
-            sys.stdin.readline()
+            time.sleep(options.hold)
             return
         failures = sum(run_client(script, options, environment) for script in scripts)
     sys.exit(bool(failures))

@@ -48,7 +48,7 @@ async def chat_and_stream() -> None:
 
 @check
 async def stop_logprobs() -> None:
-    answer = await client(logprobs=True, top_logprobs=2, stop=["zz"], seed=3, n=1).create(HI)
+    answer = await client(logprobs=True, top_logprobs=2, stop=["zz"], seed=3).create(HI)
     assert len(answer.logprobs) == 60
 
 
