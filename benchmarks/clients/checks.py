@@ -1,8 +1,8 @@
 """Named checks of one client; each prints a line of JSON.
 
-The addresses of the servers are in the environment: `LLAMA`, `THINKER` and `VISION` are `duoka serve`
-with small random models, `AGENT` answers as `run.py` says. All have the model `tiny` and the key
-`KEY`.
+The addresses of the servers are in the environment: `LLAMA`, `THINKER` and `VISION` are those of
+`duoka serve` with small random models, `AGENT` answers as `run.py` says. All have the model `tiny`
+and the key `KEY`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from pydantic import BaseModel
@@ -45,13 +45,23 @@ def check(function: Callable[[], Any]) -> Callable[[], Any]:
 
 def refused(call: Callable[[], Any], *parts: str) -> None:
     """Require that a call raises an error whose text contains all parts."""
+
+    async def wait() -> Any:
+        return call()
+
+    asyncio.run(refused_later(wait(), *parts))
+
+
+async def refused_later(answer: Awaitable[Any], *parts: str) -> None:
+    """Require that an awaitable raises an error whose text contains all parts."""
+    text: str | None = None
     try:
-        result = call()
-    except Exception as error:
-        missing = [part for part in parts if part not in str(error)]
-        assert not missing, f"{type(error).__name__} without {missing}: {error}"
-    else:
-        raise AssertionError(f"not refused: {result}")
+        await answer
+    except (Exception, asyncio.CancelledError) as error:
+        text = f"{type(error).__name__}: {error}"
+    assert text is not None, "not refused"
+    missing = [part for part in parts if part not in text]
+    assert not missing, f"without {missing}: {text}"
 
 
 def main() -> None:

@@ -2,11 +2,11 @@
 
     python benchmarks/clients/run.py --python VENV/bin/python [--node FOLDER] [client …]
 
-VENV has the clients, FOLDER the `node_modules` of those in JavaScript. The models are small and have
-random weights: grammars make their structured outputs and forced tool calls valid. A server whose
-engine is scripted calls tools under `tool_choice: auto`: first `add` twice, each time with the number
-of results and 2, then the tool that takes an `Answer`, if there is one; otherwise it answers with an
-`Answer` where a format is required, and with the last result.
+VENV has the clients, FOLDER the `node_modules` of those in JavaScript. The models are small and
+have random weights: grammars make their structured outputs and forced tool calls valid. A server
+whose engine is scripted calls tools under `tool_choice: auto`: first `add` twice, with the number
+of results and 2, then the tool that takes an `Answer`, if there is one; otherwise it answers with
+an `Answer` where a format is required, and else with the last result.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 import scripted
 import served
@@ -44,6 +43,7 @@ from duoka.serve.messages import EngineRequest, Event
 from duoka.serve.pool import EnginePool
 from duoka.serve.service import Service
 
+HERE = Path(__file__).parent
 KEY, MODEL = "secret-key", "tiny"
 served._START_SECONDS = 900  # three at once
 _GPUS = ("--gpus", "virtual:1x512MiB", "--sequences", "4")
@@ -145,7 +145,7 @@ def serve(name: str, path: Path, log: Path) -> contextlib.AbstractContextManager
 
 
 def run_client(script: Path, options: argparse.Namespace, environment: dict[str, str]) -> int:
-    """Run a client's checks; print those that fail and the counts, return the number of failures."""
+    """Run a client's checks; print failures and counts, and return the number of failures."""
     program = [options.python, str(script)]
     if script.suffix == ".mjs":
         copied = Path(options.node) / script.name  # modules are looked for beside the file

@@ -14,7 +14,7 @@ from checks import AGENT, IMAGE, KEY, LLAMA, MODEL, THINKER, VISION, check, main
 HEADERS = {
     "x-api-key": KEY,
     "anthropic-version": "2023-06-01",
-    "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14,context-management-2025-06-27",
+    "anthropic-beta": "claude-code-20250219,context-management-2025-06-27",
     "anthropic-dangerous-direct-browser-access": "true",
     "user-agent": "claude-cli/2.1.177 (external, cli)",
     "x-app": "cli",
@@ -98,8 +98,8 @@ def the_probes_at_its_start() -> None:
              "metadata": {"user_id": "u"}}  # fmt: skip
     assert post(quota).json()["stop_reason"] == "max_tokens"
     title = body(tools=[], thinking={"type": "disabled"}, output_config={"format": {
-        "type": "json_schema", "schema": {"type": "object", "properties": {"is_it": {"type": "boolean"}},
-        "required": ["is_it"], "additionalProperties": False}}})  # fmt: skip
+        "type": "json_schema", "schema": {"type": "object", "additionalProperties": False,
+        "properties": {"is_it": {"type": "boolean"}}, "required": ["is_it"]}}})  # fmt: skip
     assert "is_it" in post(title).text
 
 
@@ -155,15 +155,12 @@ def pictures_in_results() -> None:
     source = {"type": "base64", "media_type": "image/png", "data": IMAGE}
     messages = [
         *body()["messages"],
-        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "add", "input": {}}]},
+        {"role": "assistant", "content": [
+            {"type": "tool_use", "id": "t", "name": "add", "input": {}}]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [
             {"type": "image", "source": source}]}]},
     ]  # fmt: skip
-    small = body(messages=messages, max_tokens=5, system="Be brief.", tools=[])
-    try:
-        post(small, VISION)
-    except AssertionError as error:  # the template of this model has no roles of tools
-        assert "template" in str(error), error
+    post(body(messages=messages, max_tokens=5, system="Be brief.", tools=[]), VISION)
 
 
 @check

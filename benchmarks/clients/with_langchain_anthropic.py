@@ -35,8 +35,8 @@ def model(url: str = LLAMA, **options: Any) -> ChatAnthropic:
 @check
 def chat() -> None:
     answer = model(temperature=0, top_k=5, top_p=0.9).invoke(
-        [SystemMessage([{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]),
-         HumanMessage("hi")]
+        [SystemMessage([{"type": "text", "text": "Be brief.",
+                         "cache_control": {"type": "ephemeral"}}]), HumanMessage("hi")]
     )  # fmt: skip
     assert answer.usage_metadata["output_tokens"] == 60
     assert answer.response_metadata["stop_reason"] == "max_tokens"

@@ -173,12 +173,7 @@ def errors() -> None:
         model = f"{provider}/gpt-5"
         refused(lambda: litellm.completion(**asked(provider, model=model)), "there is no model")  # noqa: B023
         long = [{"role": "user", "content": "hi" * 2000}]
-        try:
-            litellm.completion(**asked(provider, messages=long))
-        except (litellm.ContextWindowExceededError, litellm.BadRequestError) as error:
-            assert "tokens" in str(error), error
-        else:
-            raise AssertionError("too long")
+        refused(lambda: litellm.completion(**asked(provider, messages=long)), "tokens")  # noqa: B023
     refused(lambda: litellm.embedding(
         model=f"openai/{MODEL}", input=["hi"], api_base=f"{LLAMA}/v1", api_key=KEY, max_retries=0
     ), "Not Found")  # fmt: skip

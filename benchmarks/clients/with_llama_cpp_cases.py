@@ -213,10 +213,8 @@ def tool_results_without_offered_tools() -> None:
 
 @check
 def required_tools() -> None:
-    for name, parameters in (
-        ("test", {"type": "object", "properties": {"success": {"const": True}}, "required": ["success"]}),
-        ("ipython", {"type": "object", "properties": {"code": {"const": "1"}}, "required": ["code"]}),
-    ):  # fmt: skip
+    for name, key, value in (("test", "success", True), ("ipython", "code", "1")):
+        parameters = {"type": "object", "properties": {key: {"const": value}}, "required": [key]}
         tool: Any = {"type": "function", "function": {"name": name, "parameters": parameters}}
         for stream in (False, True):
             asked: Any = {"model": MODEL, "messages": MESSAGES, "tools": [tool], "max_tokens": 128}

@@ -154,7 +154,8 @@ def settings() -> None:
     }  # fmt: skip
     further = {
         "service_tier": "auto", "reasoning": {"effort": "low", "summary": "auto"},
-        "include": ["message.output_text.logprobs"], "stream_options": {"include_obfuscation": False},
+        "include": ["message.output_text.logprobs"],
+        "stream_options": {"include_obfuscation": False},
         "text": {"format": {"type": "text"}, "verbosity": "low"},
     }  # fmt: skip
     response = post(AGENT, input="hi", **used, **further).json()
