@@ -14,7 +14,6 @@ is restarted when it ends unexpectedly.
 - `limits`: limits of requests, and the API key; `request_log`: ids and log of requests; `metrics`:
   Prometheus metrics
 - `pool`: the engines behind one address; `engine_client`: the server's side of one engine
-- `vllm`: serving with vLLM as planned, instead of duoka's engine
 - `on_ray`: engines on the nodes of a Ray cluster
 - `engine_process`, `__main__`: the process of an engine; `messages`: messages to and from it
 - `questions`, `chats`: conversion of a request to token ids and sampling parameters
