@@ -263,8 +263,8 @@ def test_a_run_with_other_parameters_is_refused(tmp_path: Path) -> None:
     for told in (
         "0.weight is float32 [8, 8], not float32 [8, 2]",
         "1.weight is float32 [8, 8], not bfloat16 [8, 8]",
-        "9.weight is missing",
-        "3.bias doesn't belong to the run",
+        "9.weight is missing, not float32 [8]",
+        "3.bias is float32 [8], not in the run",
     ):
         assert told in str(raised.value)
 

@@ -210,8 +210,12 @@ def test_all_parameters(trains_vision: bool, run: Run, models: Models) -> None:
 
 
 def test_evaluation_and_resumption(run: Run, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run("glm-4v", name="whole", eval_data=(str(data),), save_every=1)
+    prompts = write_rows(data.parent / "prompts.jsonl", ROWS[0], ROWS[1])
+    settings = {"eval_data": (str(data),), "eval_prompts": (str(prompts),), "seq_length": 64}
+    whole = run("glm-4v", name="whole", save_every=1, **settings)
     directory = RunDirectory(whole.directory)
+    answers = [json.loads(line) for line in directory.answers.read_text().splitlines()]
+    assert [it["prompt"] for it in answers] == ["What?", "Why?"] * len(directory.read_evaluations())
     assert len(directory.read_evaluations()) > 1
     expected = tuning.losses(whole.directory)
     for path in sorted(directory.checkpoints.glob("step-*"))[1:]:

@@ -1,4 +1,4 @@
-"""What is said of a run in the end: measurement beside forecast, and advice where it helps."""
+"""What is said of a run in the end: measurement beside forecast."""
 
 from __future__ import annotations
 
@@ -116,29 +116,14 @@ def test_what_the_schedule_allows(
     )
 
 
-@pytest.mark.parametrize(
-    ("number", "skipped", "advice"),
-    [
-        (20, 2, None),
-        (
-            20,
-            3,
-            "15% of all steps were skipped because gradients overflowed float16; use --dtype "
-            "bfloat16",
-        ),
-        (2, 2, "nothing was trained: all steps were skipped because gradients overflowed float16"),
-    ],
-)
-def test_skipped_steps_are_counted(
-    make: Make, number: int, skipped: int, advice: str | None
-) -> None:
+@pytest.mark.parametrize(("number", "skipped"), [(20, 3), (2, 2)])
+def test_skipped_steps_are_counted(make: Make, number: int, skipped: int) -> None:
     layout = make()
     lines = metrics(layout, number)
     for line in lines[:skipped]:
         line["is_skipped"] = True
     report = make_report(layout, lines)
     assert report.skipped_steps == skipped
-    assert [text.startswith(advice or "") for text in report.advice] == [True] * bool(advice)
     assert printed(report, 80)[0].startswith(f"{number} steps ({skipped} skipped), loss 4.0000 →")
 
 
@@ -159,7 +144,7 @@ def test_a_run_that_was_moved(make: Make) -> None:
     # Moved, and nothing was left to do.
     report = make_report(after, lines[:5])
     assert (report.steps, report.step_seconds, report.forecast_step_seconds) == (5, 8.0, None)
-    assert report.devices == report.advice == ()
+    assert report.devices == ()
     assert printed(report, 80) == ["5 steps, loss 4.0000 → 0.8000; step time 8.0 s; 12 tokens/s"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -100,6 +101,23 @@ def test_rewards(tmp_path: Path, layout: Layout) -> None:
         for name, value in scalars.items()
         if name.startswith("rewards/")
     }
+
+
+def test_answers_are_shown_and_written(tmp_path: Path) -> None:
+    samples = [{"prompt": "Hi\x1b", "answer": "Ho"}, {"prompt": "何？", "answer": ""}]
+    evaluation = {"step": 41, "eval_loss": 2.25, "samples": samples}
+    lines = shown(tmp_path, [evaluation], resumed=RESUMED)[2:]
+    assert lines[0] == "step 41: evaluation loss 2.2500"
+    assert [line for line in lines[1:] if line] == ["> Hi\\x1b", "Ho", "> 何？"]
+    directory = RunDirectory(tmp_path)
+    answers = directory.answers.read_text(encoding="utf-8")
+    assert [json.loads(line) for line in answers.splitlines()] == [
+        {"step": 41, **sample} for sample in samples
+    ]
+    assert "何" in answers
+    # A resumed run repeats the steps after its checkpoint.
+    directory.forget_after(40)
+    assert directory.answers.read_text() == ""
 
 
 def test_a_bar_has_loss_and_speed(tmp_path: Path, layout: Layout) -> None:

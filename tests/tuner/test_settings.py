@@ -108,7 +108,7 @@ def test_the_warm_up_is_a_share_of_all_steps(
     [
         {"dtype": "bf16", "quantize": "4bit"},
         {"batch": np.int64(4), "lora_rank": np.int32(2), "steps": np.int64(3)},
-        {"eval_data": [Path("a.jsonl"), "b"], "lora_target": ["q_proj"]},
+        {"eval_data": [Path("a.jsonl")], "eval_prompts": [Path("b")], "lora_target": ["q_proj"]},
         {"columns": {"prompt": "q", "response": "a"}, "max_samples": 3, "long": "refuse"},
     ],
 )
@@ -121,7 +121,7 @@ def test_they_are_written_and_read(tmp_path: Path, llama: Path, options: Any) ->
     plain = {**asdict(TuneSettings()), **options}
     content = json.loads((tmp_path / "run.json").read_text())["settings"]
     changed = {name for name, value in content.items() if value != plain[name]}
-    assert changed <= {"dtype", "quantize", "eval_data", "lora_target", "report_to"}
+    assert changed <= {"dtype", "quantize", "eval_data", "eval_prompts", "lora_target", "report_to"}
 
 
 @pytest.mark.parametrize(

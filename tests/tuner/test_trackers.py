@@ -21,14 +21,18 @@ class Service:
 
     def __init__(self) -> None:
         self.settings: dict[str, Any] = {}
-        self.logged: list[tuple[dict[str, float], int]] = []
+        self.logged: list[tuple[dict[str, Any], int]] = []
         self.is_over = False
+
+    def Table(self, columns: list[str], data: list[list[str]]) -> Any:  # noqa: N802
+        assert columns == ["text"]
+        return ("table", data)
 
     def init(self, **settings: Any) -> Service:
         self.settings = settings
         return self
 
-    def log(self, data: dict[str, float], step: int) -> None:
+    def log(self, data: dict[str, Any], step: int) -> None:
         self.logged.append((data, step))
 
     def finish(self) -> None:
@@ -46,8 +50,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def test_a_service_gets_the_settings_and_each_step(
     name: str, place: str, tmp_path: Path, installed: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service = Service()
-    monkeypatch.setitem(sys.modules, name, service)  # type: ignore[arg-type]
+    service: Any = Service()
+    if name == "swanlab":
+        service.Text = lambda text: ("text", text)
+    monkeypatch.setitem(sys.modules, name, service)
     installed.update((name, "tensorboard"))
     settings = TuneSettings(report_to=(name,), lr=0.5)
     (tracker,) = open_trackers(RunDirectory(tmp_path / "mine"), settings, 0)
@@ -56,6 +62,9 @@ def test_a_service_gets_the_settings_and_each_step(
     assert str(service.settings[place]).startswith(str(tmp_path / "mine"))
     tracker.log({"loss": 2.0}, 7)
     assert (service.logged, service.is_over) == ([({"loss": 2.0}, 7)], False)
+    tracker.log({"eval_loss": 1.0, "samples": "> Hi\n\nHo"}, 8)
+    text = ("table", [["> Hi\n\nHo"]]) if name == "wandb" else ("text", "> Hi\n\nHo")
+    assert service.logged[1:] == [({"eval_loss": 1.0, "samples": text}, 8)]
     tracker.close()
     assert service.is_over
 
@@ -92,10 +101,15 @@ def test_tensorboard_is_the_default_where_it_is_installed(
         def add_scalar(self, *scalar: Any) -> None:
             written.append(scalar)
 
+        def add_text(self, *text: Any) -> None:
+            written.append(text)
+
     module = SimpleNamespace(SummaryWriter=SummaryWriter)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)  # type: ignore[arg-type]
     assert open_trackers(directory, TuneSettings(), 4) == []
     installed.add("tensorboard")
     (tracker,) = open_trackers(directory, TuneSettings(), 4)
-    tracker.log({"loss": 2.0}, 5)
-    assert written == [(str(directory.tensorboard), 5), ("loss", 2.0, 5)]
+    tracker.log({"loss": 2.0, "samples": "> Hi"}, 5)
+    assert written == [
+        (str(directory.tensorboard), 5), ("loss", 2.0, 5), ("samples", "> Hi", 5)
+    ]  # fmt: skip

@@ -95,6 +95,11 @@ class TuneOptions(TrainingOptions):
         "DATA", "Evaluation data, or a share of DATA such as 5%. Repeatable.", names=("--eval",)
     )
     dpo_beta: float | None = _how("BETA", "Scale of the rewards of DPO. By default 0.1.")
+    eval_prompts: list[str] | None = _data(
+        "FILE",
+        "Prompts to answer at each evaluation: lines of a text file, or rows as in DATA. "
+        "Repeatable.",
+    )
     batch: int | None = _how("N", "Sequences per optimizer step. By default 8.", min=1)
     epochs: int | None = _how("N", "Number of epochs. By default 1.", min=1)
     steps: int | None = _how("N", "Number of optimizer steps, instead of --epochs.", min=1)
@@ -244,10 +249,6 @@ def _refuse_conflicts(options: TuneOptions) -> None:
         options.refuse("dpo_beta", beside="training without --dpo", hint="add --dpo")
     if options.steps is not None:
         options.refuse("epochs", beside="--steps", hint="use one of them")
-    for name in ("eval_every", "early_stopping"):
-        if getattr(options, name) is not None and not options.eval_data:
-            option_name = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{option_name} needs --eval", hint="--eval DATA, or --eval 5%")
 
 
 def _read_columns(text: str) -> dict[str, str]:
@@ -269,6 +270,7 @@ def _settings(options: TuneOptions) -> TuneSettings:
         "dtype": read_dtype,
         "quantize": read_quantization,
         "eval_data": tuple,
+        "eval_prompts": tuple,
         "lora_target": tuple,
         "report_to": lambda names: tuple(name for text in names for name in text.split(",")),
     }

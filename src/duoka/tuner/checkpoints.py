@@ -366,17 +366,13 @@ def _verify_files(path: Path, digests: Mapping[str, str]) -> None:
 def _refuse_mismatch(path: Path, stored: Mapping[str, str], forms: Mapping[str, str]) -> None:
     """Raise CheckpointError if stored parameters differ from the run's in name, dtype or shape."""
     problems = [
-        f"{name} is {stored[name]}, not {form}"
-        for name, form in forms.items()
-        if stored.get(name, form) != form
+        f"{name} is {stored.get(name, 'missing')}, not {forms.get(name, 'in the run')}"
+        for name in {**forms, **stored}
+        if stored.get(name) != forms.get(name)
     ]
-    problems += [f"{name} is missing" for name in forms if name not in stored]
-    problems += [f"{name} doesn't belong to the run" for name in stored if name not in forms]
     if problems:
-        raise CheckpointError(
-            f"{path} doesn't match the tensors of the run: {'; '.join(problems[:4])}"
-            + (f" and {len(problems) - 4} more" if len(problems) > 4 else "")
-        )
+        text = f"{path} doesn't match the tensors of the run: {'; '.join(problems[:4])}"
+        raise CheckpointError(text + (f" and {len(problems) - 4} more" if problems[4:] else ""))
 
 
 def _digest_of(file: Path) -> str:

@@ -19,6 +19,7 @@ from duoka.models.from_checkpoint import build_model, chat_format_of, tokenizer_
 from duoka.models.lora import LoraAdapter, fill_adapter
 from duoka.models.text.chatglm_tokenizer import ChatGLMTokenizer
 from duoka.models.text.image_prompts import TOKEN_TYPES, ImageFormat
+from duoka.models.text.prompts import ChatFormat
 from duoka.planner.plan import Plan
 from duoka.runtime import devices
 from duoka.runtime import load as loader
@@ -149,6 +150,12 @@ class ModelPart:
         losses = cross_entropy(logits, labels.flatten(), reduction="none")
         return -losses.view(labels.shape).sum(dim=1)
 
+    def next_token(self, batch: Batch, device: torch.device) -> Tensor:
+        """Call the model on a row; return the most probable token in place of the first label."""
+        at = int(batch["labels"].ge(0).int().argmax())
+        logits: Tensor = self._call(self.model, batch, device).logits
+        return logits[:, at - 1 : at].argmax()
+
     def route(self, batch: Batch) -> Route:
         """Return the route of batches of this form: the tensors sent between stages; cached."""
         form = tuple((name, tuple(value.shape)) for name, value in sorted(batch.items()))
@@ -172,6 +179,11 @@ class ModelPart:
             return model(**to_device(dict(batch), device), use_cache=False)
 
 
+def chat_of(checkpoint: Checkpoint) -> ChatFormat:
+    """Return the chat format of a checkpoint's model."""
+    return chat_format_of(checkpoint, tokenizer_of(checkpoint, ChatGLMTokenizer))
+
+
 def _image_format(checkpoint: Checkpoint) -> ImageFormat | None:
     """Return the image format of a checkpoint's model."""
-    return chat_format_of(checkpoint, tokenizer_of(checkpoint, ChatGLMTokenizer)).images
+    return chat_of(checkpoint).images

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from PIL.Image import new as new_image
@@ -57,8 +57,9 @@ class TuneRun:
     settings : TuneSettings
     plans : tuple of Plan
         The plan of each replica.
-    samples, eval_samples : Dataset
-        Samples for training, and for evaluations of the loss; the latter may be None.
+    samples, eval_samples, eval_prompts : Dataset
+        Samples for training, and for evaluations of the loss; and prompts to answer at these. The
+        latter two may be None.
     adapter : LoraAdapter, optional
         The adapter that training starts from, in native form.
     """
@@ -68,6 +69,7 @@ class TuneRun:
     plans: tuple[Plan, ...]
     samples: Dataset
     eval_samples: Dataset | None = None
+    eval_prompts: Dataset | None = None
     adapter: LoraAdapter | None = None
 
     @property
@@ -79,9 +81,11 @@ class TuneRun:
         """Prove the plans, download the weights, and write samples, adapter and ``run.json``."""
         prove_plans(self.checkpoint, self.plans)
         self.checkpoint.fetch(None)
-        self.samples.save(directory.samples)
-        if self.eval_samples is not None:
-            self.eval_samples.save(directory.eval_samples)
+        paths = directory.samples, directory.eval_samples, directory.eval_prompts
+        datasets = self.samples, self.eval_samples, self.eval_prompts
+        for path, dataset in zip(paths, datasets, strict=True):
+            if dataset is not None:
+                dataset.save(path)
         if self.adapter is not None:
             write_adapter(directory.first_adapter, self.adapter, self.checkpoint)
         trusts = self.checkpoint.trust_remote_code
@@ -125,6 +129,7 @@ def prepare(
         settings=settings,
         samples=datasets[0],
         eval_samples=datasets[1] if len(datasets) > 1 else None,
+        eval_prompts=datasets[2] if len(datasets) > 2 else None,
         plans=(plan,)
         if plan
         else plans_for(checkpoint, fleet, settings, replicas, because=because),
@@ -157,25 +162,25 @@ def read_data(
 def _read_datasets(
     chat: ChatFormat, data: Sequence[str], settings: TuneSettings, workload: Workload
 ) -> list[Dataset]:
-    """Read the samples for training and, if there are any, those for evaluation."""
+    """Read the samples for training, and those and the prompts for evaluation, if there are any."""
     share = settings.eval_share
-    sources = (data, settings.eval_data if share is None else ())
-    datasets = [_read_samples(chat, paths, settings, workload) for paths in sources if paths]
-    return datasets if share is None else [*datasets[0].split(share, settings.seed)]
-
-
-def _read_samples(
-    chat: ChatFormat, paths: Sequence[str], settings: TuneSettings, workload: Workload
-) -> Dataset:
-    """Read training data as samples in the chat format of the checkpoint's model."""
-    return read_dataset(
-        paths,
-        chat,
-        settings,
-        # A packed row ends with one token of padding: see `TrainingMicroBatch.length`.
-        seq_length=workload.prompt_tokens - settings.packing,
-        is_training=paths is not settings.eval_data,
-    )
+    sources = (data, settings.eval_data if share is None else (), settings.eval_prompts)
+    datasets = [
+        read_dataset(
+            paths,
+            chat,
+            settings,
+            # A packed row ends with one token of padding: see `TrainingMicroBatch.length`.
+            seq_length=workload.prompt_tokens - settings.packing,
+            is_training=paths is data,
+            has_prompts=paths is settings.eval_prompts,
+        )
+        for paths in sources
+        if paths
+    ]
+    if share is not None:
+        datasets[:1] = datasets[0].split(share, settings.seed)
+    return datasets
 
 
 def _with_images(
@@ -209,12 +214,9 @@ def _refuse_unfit_images(settings: TuneSettings, planned: Workload) -> None:
     if settings.image_size is None:
         return
     height, width = settings.image_size
-    at_least = [
-        (planned.images, settings.images),
-        *zip(planned.image_size, (height, width), strict=True),
-    ]
+    limits, needs = (planned.images, *planned.image_size), (settings.images, height, width)
     rows = "packed" if planned.training is None else planned.training.rows
-    if rows == "padded" or any(has < needs for has, needs in at_least):
+    if rows == "padded" or any(map(int.__lt__, limits, needs)):
         options = f"--images {settings.images} --image-size {width}x{height} --rows unpadded"
         raise UsageError(
             f"the plan is for {format_count(planned.images, 'image')} per sequence and {rows} rows;"
@@ -253,29 +255,36 @@ def _check_plan(plan: Plan, checkpoint: Checkpoint, settings: TuneSettings) -> P
     if training is None:
         raise UsageError("the plan is for generating", hint="create one with --train lora")
     plan.refuse_other(checkpoint.fingerprint, checkpoint.source)
-    workload = settings.workload(checkpoint)
-    needed = workload.training
+    planned, wanted = plan.workload, settings.workload(checkpoint)
+    needed = wanted.training
     assert needed is not None, "the settings are for training"
-    size, length = 2 if settings.dpo else 1, plan.workload.prompt_tokens
-    if plan.workload.batch % size:
-        problem = f"the plan has micro-batches of {plan.workload.batch}, and a pair is 2 sequences"
+    size = 2 if settings.dpo else 1
+    if planned.batch % size:
+        problem = f"the plan has micro-batches of {planned.batch}, and a pair is 2 sequences"
         raise UsageError(problem, hint="create a plan with --dpo")
-    options = {
+    fixed: dict[str, tuple[object, object]] = {
         "train": (training.method, needed.method),
-        "batch": (training.micro_batches * plan.workload.batch // size, settings.batch),
-        "context": (length, settings.seq_length or length),
+        "batch": (training.micro_batches * planned.batch // size, settings.batch),
+        "context": (planned.prompt_tokens, settings.seq_length or planned.prompt_tokens),
         "optimizer": (training.optimizer, needed.optimizer),
         "schedule": (training.schedule, needed.schedule),
         "lora-rank": (training.lora_rank, needed.lora_rank),
         "train-vision": (training.train_vision, settings.train_vision),
     }
-    for name, (planned, setting) in options.items():
-        if planned != setting:
+    # Without these options the plan's are used.
+    options = fixed | {
+        "lora-dropout": (training.lora_dropout, needed.lora_dropout),
+        "lora-target": (training.lora_targets, needed.lora_targets),
+        "checkpointing": (training.gradient_checkpointing, needed.gradient_checkpointing),
+        "dtype": (planned.dtype, wanted.dtype.removeprefix("auto")),
+        "quantize": (planned.quantize, wanted.quantize.removeprefix("none")),
+    }
+    for name, (of_plan, of_run) in options.items():
+        if of_plan != of_run and (of_run or name in fixed):
+            way = f"use --{name} {of_plan}" if name in fixed else f"omit --{name}"
             raise UsageError(
-                f"the plan is for --{name} {planned}, not {setting}",
-                hint=f"use --{name} {planned}, or another plan",
+                f"the plan is for --{name} {of_plan}, not {of_run}", hint=f"{way}, or another plan"
             )
-    _refuse_other_options(plan.workload, workload)
     training = replace(
         training,
         rslora=needed.rslora or training.rslora,
@@ -283,26 +292,6 @@ def _check_plan(plan: Plan, checkpoint: Checkpoint, settings: TuneSettings) -> P
         dpo=needed.dpo,
     )
     return replace(plan, workload=replace(plan.workload, training=training))
-
-
-def _refuse_other_options(planned: Workload, wanted: Workload) -> None:
-    """Raise UsageError for options that differ from a plan's; without them the plan's are used."""
-    of_plan, of_run = planned.training, wanted.training
-    assert of_plan is not None, "the plan is for training"
-    assert of_run is not None, "so are the settings"
-    pairs: dict[str, tuple[object, object]] = {
-        "lora-dropout": (of_plan.lora_dropout, of_run.lora_dropout),
-        "lora-target": (of_plan.lora_targets, of_run.lora_targets),
-        "checkpointing": (of_plan.gradient_checkpointing, of_run.gradient_checkpointing),
-        "dtype": (planned.dtype, "" if wanted.dtype == "auto" else wanted.dtype),
-        "quantize": (planned.quantize, wanted.quantize.removeprefix("none")),
-    }
-    for name, (value, other) in pairs.items():
-        if other and value != other:
-            raise UsageError(
-                f"the plan has another --{name}: {value}, not {other}",
-                hint=f"omit --{name}, or create a plan with it",
-            )
 
 
 def plans_for(
@@ -381,32 +370,15 @@ def _plan_machine(
     micro_batches = max(1, workload.training.micro_batches // machines)
     share = replace(workload.training, micro_batches=-(-micro_batches // number))
     workload = replace(workload, training=share)
-    objective: Objective = "throughput"
-    if any(device.memory_bytes_per_second is None for device in fleet.devices):
-        objective = "headroom"
+    is_known = all(device.memory_bytes_per_second is not None for device in fleet.devices)
+    objective: Objective = "throughput" if is_known else "headroom"
+    options: dict[str, Any] = {"use_all": True, "objective": objective, "suggest": suggest}
     if number > 1:
-        return plan_replicas(
-            checkpoint,
-            fleet,
-            workload,
-            number=number,
-            use_all=True,
-            objective=objective,
-            suggest=suggest,
-        ).plans
+        return plan_replicas(checkpoint, fleet, workload, number=number, **options).plans
     if settings.host_memory is not None:
         fleet = fleet.with_host(settings.host_memory)
-    return (
-        make_plan(
-            checkpoint,
-            fleet,
-            workload,
-            use_all=True,
-            objective=objective,
-            constraints=Constraints(experts=settings.experts),
-            suggest=suggest,
-        ),
-    )
+    constraints = Constraints(experts=settings.experts)
+    return (make_plan(checkpoint, fleet, workload, constraints=constraints, **options),)
 
 
 def _refuse_small_gpus(checkpoint: Checkpoint, fleet: Fleet, settings: TuneSettings) -> None:

@@ -1,4 +1,4 @@
-"""Final report of a run: measurements beside the forecast, and advice.
+"""Final report of a run: measurements beside the forecast.
 
 The forecast assumes sequences of the full length; shorter samples take less time and memory.
 """
@@ -21,8 +21,6 @@ from duoka.stages.schedule import busy_shares, order_passes
 
 from .layout import Layout
 
-# The loss scale of float16 is found by skipping a few steps; a larger share of skips gets advice.
-_MANY_SKIPPED = 0.1
 _SIZES = (
     "allocated_bytes",
     "forecast_allocated_bytes",
@@ -67,7 +65,6 @@ class RunReport:
     forecast_step_seconds: float | None
     tokens_per_second: float
     devices: tuple[DeviceReport, ...]
-    advice: tuple[str, ...]
 
 
 def make_report(layout: Layout, metrics: Sequence[dict[str, Any]]) -> RunReport:
@@ -94,7 +91,6 @@ def make_report(layout: Layout, metrics: Sequence[dict[str, Any]]) -> RunReport:
         forecast_step_seconds=None if forecast is None else forecast.total_seconds,
         tokens_per_second=median(entry["tokens"] / entry["seconds"] for entry in steady),
         devices=reports,
-        advice=_advice(skipped / len(steps)),
     )
 
 
@@ -119,22 +115,12 @@ def _report_device(layout: Layout, rank: int, steps: Sequence[dict[str, Any]]) -
     )
 
 
-def _advice(skipped_share: float) -> tuple[str, ...]:
-    """Return a warning if too many steps were skipped."""
-    if skipped_share <= _MANY_SKIPPED:
-        return ()
-    share = "nothing was trained: all" if skipped_share == 1 else f"{skipped_share:.0%} of all"
-    overflow = "because gradients overflowed float16; use --dtype bfloat16"
-    return (f"{share} steps were skipped {overflow}",)
-
-
 def render_report(report: RunReport) -> RenderableType:
     """Render a report for a terminal."""
     lines: list[RenderableType] = [Text("; ".join(_summary(report)))]
     if report.devices:
         lines += ["", *_table(report.devices), ""]
-    hints = (Text.assemble(("hint: ", "bold"), advice) for advice in report.advice)
-    return Group(*lines, *hints)
+    return Group(*lines)
 
 
 def _summary(report: RunReport) -> Iterator[str]:

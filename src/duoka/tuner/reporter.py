@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from duoka.base.text import printable
+
 from .checkpoints import Resumed
 from .run import RunDirectory
 from .trackers import Tracker
@@ -68,7 +70,9 @@ class RunReporter:
         for tracker in self._trackers:
             tracker.log(scalars, step)
         if "eval_loss" in metrics:
-            self.say(f"step {step}: evaluation loss {metrics['eval_loss']:.4f}")
+            text = f"step {step}: evaluation loss {metrics['eval_loss']:.4f}"
+            self.say("\n\n".join([text, *_samples(metrics)]))
+            self._directory.write_answers()
             return
         self._recent.append((metrics["tokens"], metrics["seconds"]))
         tokens, seconds = map(sum, zip(*self._recent, strict=True))
@@ -94,10 +98,18 @@ class RunReporter:
         self._console.print(text, markup=False, soft_wrap=True)
 
 
-def _scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values for TensorBoard, by name."""
+def _samples(metrics: Mapping[str, Any]) -> list[str]:
+    """Return prompts and answers of an evaluation as paragraphs of Markdown."""
+    pairs = ((it["prompt"], it["answer"]) for it in metrics.get("samples", ()))
+    return [printable(f"> {prompt}\n\n{answer}") for prompt, answer in pairs]
+
+
+def _scalars(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values for trackers, by name: numbers, and the text of samples."""
     scalars = {name: metrics[name] for name in _SCALARS if name in metrics}
     scalars |= {f"rewards/{name}": value for name, value in metrics.get("rewards", {}).items()}
+    if samples := "\n\n".join(_samples(metrics)):
+        scalars["samples"] = samples
     if "seconds" in metrics:
         scalars["tokens_per_second"] = metrics["tokens"] / metrics["seconds"]
     for process in metrics.get("processes", ()):

@@ -2,7 +2,8 @@
 
 - ``run.json``: settings and plans; ``samples.safetensors``: the training samples;
   ``first-adapter/``: the adapter that training starts from, if any
-- ``metrics.jsonl``, ``tensorboard/``: metrics of each step; ``checkpoints/``: to resume the run
+- ``metrics.jsonl``, ``tensorboard/``: metrics of each step; ``samples.jsonl``: answers to the
+  evaluation prompts; ``checkpoints/``: to resume the run
 - ``adapter/`` or ``model/``: the result; ``report.json``: forecast and measurement
 """
 
@@ -74,9 +75,11 @@ class RunDirectory:
         self.path = path
         self.samples = path / "samples.safetensors"
         self.eval_samples = path / "eval-samples.safetensors"
+        self.eval_prompts = path / "eval-prompts.safetensors"
         self.first_adapter = path / "first-adapter"
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
+        self.answers = path / "samples.jsonl"
         self.tensorboard = path / "tensorboard"
         self._run = path / "run.json"
         self._failure = path / ".failure.json"
@@ -125,8 +128,8 @@ class RunDirectory:
         """Remove the files of a run without a step, to let the same command start the run again."""
         if any(self.read_metrics()) or any(self.checkpoints.glob("*")):
             return
-        files = (self._run, self.samples, self.eval_samples, self.metrics, self._failure)
-        for path in files:
+        data = self.samples, self.eval_samples, self.eval_prompts
+        for path in (self._run, *data, self.metrics, self.answers, self._failure):
             path.unlink(missing_ok=True)
         for name in (self.tensorboard.name, self.first_adapter.name, "wandb", "swanlab"):
             shutil.rmtree(self.path / name, ignore_errors=True)
@@ -238,6 +241,14 @@ class RunDirectory:
         """Remove the metrics of steps after `step`: a resumed run repeats these steps."""
         lines = [json.dumps(entry) for entry in self.read_metrics() if entry["step"] <= step]
         _write(self.metrics, "".join(f"{line}\n" for line in lines))
+        self.write_answers()
+
+    def write_answers(self) -> None:
+        """Write the answers of all evaluations, which the metrics have, to ``samples.jsonl``."""
+        answers = [(e["step"], it) for e in self.read_metrics() for it in e.get("samples", ())]
+        lines = (json.dumps({"step": at, **it}, ensure_ascii=False) for at, it in answers)
+        if answers or self.answers.exists():
+            _write(self.answers, "".join(f"{line}\n" for line in lines))
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
         """Yield the metrics so far; skip an incomplete line of a killed process."""

@@ -68,6 +68,9 @@ class TuneSettings:
     eval_data : tuple of str
         Files or directories with samples on which the loss is evaluated; or a share of the training
         data to set aside for it, as ("5%",).
+    eval_prompts : tuple of str
+        Files with prompts that the model answers at each evaluation: rows like those of the data,
+        with or without answers, or text files with a prompt in each line.
     train_on : {"all", "last"}
         Train on all of the assistant's answers in a conversation, or on the last one.
     columns : mapping of str to str
@@ -151,6 +154,7 @@ class TuneSettings:
     """
 
     eval_data: tuple[str, ...] = ()
+    eval_prompts: tuple[str, ...] = ()
     train_on: TrainOn = "all"
     columns: Mapping[str, str] = field(default_factory=dict)
     max_samples: int | None = None
@@ -198,6 +202,7 @@ class TuneSettings:
             "dtype": read_dtype(self.dtype),
             "quantize": read_quantization(self.quantize),
             "eval_data": _texts("eval_data", self.eval_data),
+            "eval_prompts": _texts("eval_prompts", self.eval_prompts),
             "lora_target": _texts("lora_target", self.lora_target),
             "report_to": _texts("report_to", self.report_to),
             "columns": _columns(self.columns),
@@ -224,9 +229,14 @@ class TuneSettings:
                 f"{self.micro_batch}",
                 hint=f"use a multiple of {self.micro_batch}",
             )
-        if self.eval_share is None and not self.eval_data and self.early_stopping is not None:
-            raise UsageError("early stopping needs evaluation data", hint="--eval 5%, or a file")
+        self._refuse_without_data()
         self._training(self.lora_target)  # refuses invalid values
+
+    def _refuse_without_data(self) -> None:
+        """Raise UsageError for settings of evaluations without evaluation data."""
+        for name in ("eval-every", "eval-prompts", "early-stopping"):
+            if not (self.eval_share or self.eval_data) and getattr(self, name.replace("-", "_")):
+                raise UsageError(f"--{name} needs --eval", hint="--eval DATA, or --eval 5%")
 
     def _refuse_rates(self) -> None:
         """Raise UsageError for a rate that isn't a finite number, positive or at least zero."""

@@ -20,8 +20,8 @@ _PROJECT = "duoka"
 class Tracker(Protocol):
     """Shows the metrics of a run."""
 
-    def log(self, scalars: Mapping[str, float], step: int) -> None:
-        """Send the metrics of a step."""
+    def log(self, scalars: Mapping[str, Any], step: int) -> None:
+        """Send the metrics of a step: numbers, and texts in Markdown."""
 
     def close(self) -> None:
         """Send the remaining metrics."""
@@ -36,10 +36,11 @@ class _TensorBoard:
         writer: Any = SummaryWriter
         self._writer = writer(str(path), purge_step=step + 1, flush_secs=10)
 
-    def log(self, scalars: Mapping[str, float], step: int) -> None:
+    def log(self, scalars: Mapping[str, Any], step: int) -> None:
         """See `Tracker`."""
         for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+            is_text = isinstance(value, str)
+            (self._writer.add_text if is_text else self._writer.add_scalar)(name, value, step)
 
     def close(self) -> None:
         """See `Tracker`."""
@@ -56,8 +57,9 @@ class _Service:
     def __init__(self, name: str, directory: RunDirectory, settings: TuneSettings) -> None:
         places = {"wandb": {"dir": directory.path}, "swanlab": {"log_dir": directory.path / name}}
         run = directory.path.resolve().name
+        self._library: Any = import_module(name)
         try:
-            self._run = import_module(name).init(
+            self._run = self._library.init(
                 project=_PROJECT, name=run, group=run, config=to_dict(settings), **places[name]
             )
         except Exception as error:  # each library has its own errors
@@ -66,9 +68,16 @@ class _Service:
                 hint=f"log in with `{name} login`, or set {name.upper()}_MODE=offline",
             ) from error
 
-    def log(self, scalars: Mapping[str, float], step: int) -> None:
+    def log(self, scalars: Mapping[str, Any], step: int) -> None:
         """See `Tracker`."""
-        self._run.log(dict(scalars), step=step)
+        texts = {name: self._text(it) for name, it in scalars.items() if isinstance(it, str)}
+        self._run.log({**scalars, **texts}, step=step)
+
+    def _text(self, text: str) -> Any:
+        """Return a text in the library's form; wandb has tables for texts."""
+        if hasattr(self._library, "Text"):
+            return self._library.Text(text)
+        return self._library.Table(columns=["text"], data=[[text]])
 
     def close(self) -> None:
         """See `Tracker`."""

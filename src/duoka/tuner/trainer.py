@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from duoka.errors import TrainingError
+from duoka.models.text.prompts import ChatFormat
 from duoka.report.measured import PeakBytes
 from duoka.runtime import devices
 from duoka.runtime.optimizers import make_optimizer, update
@@ -19,7 +20,7 @@ from duoka.stages.channels import ProcessChannel
 from duoka.stages.execute import StagePipeline
 from duoka.stages.schedule import order_passes
 
-from .data import OptimizerStep, TrainingMicroBatch
+from .data import Dataset, OptimizerStep, TrainingMicroBatch
 from .dropout import seed_dropout
 from .gradient_sum import GradientSum
 from .layout import Layout
@@ -57,7 +58,7 @@ class StepReport:
     `loss` is the mean over the trained tokens or, in DPO, over the pairs, whose mean rewards are
     `rewards`, by the names of `preferences.REWARDS`; `is_skipped` means that float16 gradients
     overflowed and the weights are unchanged; `saves` means that some process wants a checkpoint of
-    this step, and `stops` that one was asked to stop after it.
+    this step, and `stops` that one was asked to stop after it, before the last step.
     """
 
     step: int
@@ -151,7 +152,7 @@ class Trainer:
             seconds=seconds,
             is_skipped=is_skipped,
             saves=saves,
-            stops=stops,
+            stops=stops and number + 1 < self._num_steps,
             processes=self._process_reports(gathered, seconds),
             rewards=dict(zip(REWARDS, gathered[:, 7:].sum(dim=0).tolist(), strict=False)),
         )
@@ -170,22 +171,42 @@ class Trainer:
             for replica, device in [self._layout.place(rank)]
         )
 
+    @torch.no_grad()
     def evaluate(self, steps: Sequence[OptimizerStep]) -> float:
         """Return the mean loss of all steps' trained tokens, or pairs, without training."""
         total = sum(it.num_losses for step in steps for it in step.micro_batches)
         self._part.model.eval()
-        try:
-            with torch.no_grad():
-                losses = [
-                    loss
-                    for step in steps
-                    for loss in self._run(
-                        step.of_replica(self._replica, len(self._layout.plans)), total
-                    )[0]
-                ]
-        finally:
-            self._part.model.train()
+        shares = (step.of_replica(self._replica, len(self._layout.plans)) for step in steps)
+        losses = [loss for share in shares for loss in self._run(share, total)[0]]
+        self._part.model.train()
         return float(_gather([sum(losses)])[:, 0].sum())
+
+    # There is no KV cache: each token takes an evaluation's pass over the whole row, whose memory
+    # is in the plan. In a causal model the tokens after a position don't change its logits.
+    @torch.no_grad()
+    def answer(self, prompts: Dataset, chat: ChatFormat) -> list[dict[str, str]]:
+        """Return prompts with greedy answers, of at most the tokens in their places."""
+        ids, is_open = prompts.ids.copy(), prompts.is_trained.copy()
+        part, prompts = self._part, replace(prompts, ids=ids, is_trained=is_open)
+        answers: list[list[int]] = [[] for _ in range(len(prompts))]
+        running = [*range(len(prompts))]
+        self._part.model.eval()
+        while running:
+            share = running[self._replica :: len(self._layout.plans)]
+            batches = [TrainingMicroBatch(prompts, ((sample,),), packing=False) for sample in share]
+            results, _ = self._pass(batches, lambda _, *it: part.next_token(*it), learns=False)
+            tokens = dict(zip(share, map(float, results), strict=False))  # of last stages
+            gathered = _gather([tokens.get(sample, 0.0) for sample in running]).sum(dim=0)
+            for sample, token in zip([*running], gathered.int().tolist(), strict=True):
+                ids, is_open = prompts.tokens(sample)  # views: the next pass reads the token
+                ids[is_open.argmax()], is_open[is_open.argmax()] = token, False
+                answers[sample] += [] if token in chat.stop_ids else [token]
+                if token in chat.stop_ids or not is_open.any():
+                    running.remove(sample)
+        self._part.model.train()
+        texts = chat.tokenizer.batch_decode(answers, skip_special_tokens=True)
+        pairs = zip(prompts.prompts, texts, strict=True)
+        return [{"prompt": prompt, "answer": text.strip()} for prompt, text in pairs]
 
     def _run(
         self, micro_batches: Sequence[TrainingMicroBatch], total: int, *, number: int | None = None
@@ -266,10 +287,7 @@ class Trainer:
 
     def _squared_norm(self) -> float:
         """Return the squared norm of this process's gradients, without the loss scale."""
-        gradients = self._gradients_here()
-        if not gradients:
-            return 0.0
-        return float(torch.nn.utils.get_total_norm(gradients)) ** 2 / self.scale**2
+        return float(torch.nn.utils.get_total_norm(self._gradients_here())) ** 2 / self.scale**2
 
     def _peaks_and_wishes(self) -> tuple[int, int, bool, bool]:
         """Return the peaks of allocated and reserved bytes, and whether to save and to stop.

@@ -228,6 +228,8 @@ def _train(directory: RunDirectory) -> TuneResult:
     # A process that gets SIGTERM before it handles the signal is ended by the signal: no failure.
     if codes and not (signals and set(codes.values()) <= {-signal.SIGTERM, -signal.SIGKILL}):
         raise _find_failure(directory, layout, codes)
+    # A signal to one of the processes, rather than to this one, stops all of them after a step.
+    signals += [signal.SIGTERM for it in [*directory.read_metrics()][-1:] if it.get("stops")]
     return _finish_run(directory, signals[0] if signals else None)
 
 

@@ -28,7 +28,7 @@ from duoka.workers.worker import run_to_exit
 from .checkpoints import TrainingCheckpoints
 from .data import Batches, Dataset, OptimizerStep
 from .layout import Layout
-from .part import ModelPart
+from .part import ModelPart, chat_of
 from .reporter import RunReporter
 from .run import RunDirectory, TuneJob
 from .trackers import open_trackers
@@ -190,7 +190,7 @@ class _Worker:
             # The checkpoint of an evaluated step may turn out to be the best one.
             if wants_save or self._is_due(step, self._save_every) or self._is_evaluated(step):
                 self._save(step)
-            if report.stops and step < self._num_steps:
+            if report.stops:
                 return False
             if self._lacks_evaluation(step):
                 self._evaluate(step)
@@ -208,9 +208,9 @@ class _Worker:
 
     def _lacks_evaluation(self, step: int) -> bool:
         """Return True in every process if an evaluation is due, and missing from the metrics."""
-        if not self._is_evaluated(step):
-            return False
-        return self._decide(lambda: step not in self._directory.read_evaluations())
+        return self._is_evaluated(step) and self._decide(
+            lambda: step not in self._directory.read_evaluations()
+        )
 
     def _stops_early(self) -> bool:
         """Return True in every process if the last evaluations didn't improve on an earlier one."""
@@ -232,10 +232,15 @@ class _Worker:
         return bool(value)
 
     def _evaluate(self, step: int) -> None:
-        """Compute the evaluation loss after a step; the first process reports the loss."""
+        """Compute loss and answers of an evaluation; the first process reports both."""
         loss = self._trainer.evaluate(self._eval_steps)
+        entry: dict[str, Any] = {"step": step, "eval_loss": loss}
+        if self._directory.eval_prompts.is_file():
+            prompts = Dataset.load(self._directory.eval_prompts)
+            chat = chat_of(self._directory.read().checkpoint())
+            entry["samples"] = self._trainer.answer(prompts, chat)
         if self._reporter is not None:
-            self._reporter.write({"step": step, "eval_loss": loss})
+            self._reporter.write(entry)
             self._checkpoints.keep_best(self._directory.best_step())
 
     def _stop(self, *_: Any) -> None:

@@ -30,8 +30,8 @@ from ..settings import TuneSettings
 from .files import DataRow, data_files, read_rows, split_weight
 from .images import References, image_digests, pack_images, read_data_image, unpack_images
 from .pairs import pair_samples
-from .rows import Chat, Document, RowError, read_row, rename_columns
-from .samples import chat_samples, row_samples, truncate_chat
+from .rows import Chat, Document, RowError, read_row, rename_columns, with_answer
+from .samples import chat_samples, prompt_sample, row_samples, truncate_chat
 
 _MOST_SHOWN = 10
 _MOST_WHY_CHARACTERS = 500
@@ -41,7 +41,7 @@ _DEFAULTS = TuneSettings()
 _LEAST_TOKENS = 2
 _SKIP = "fix them, or skip them with --skip-bad (skip_bad=True)"
 _MOST_LENGTHS = 32  # number of padded row lengths; the model is traced once for each of them
-_ABOUT = ("files", "weights", "seq_length", "group_size")
+_ABOUT = ("files", "weights", "seq_length", "group_size", "prompts")
 _ARRAYS = ("ids", "is_trained", "ends", "file_numbers", "lines")
 
 
@@ -69,7 +69,8 @@ class Dataset:
     the files in an epoch; without them all are 1. `bad_rows` were skipped. `num_dropped` are the
     numbers of messages that were dropped from conversations. `group_size` samples in a row belong
     together: 2 for pairs of a chosen and a rejected answer. `images` has the references of the
-    images of each sample, or nothing if there are none; see `images.open_image`.
+    images of each sample, or nothing if there are none; see `images.open_image`. `prompts` are the
+    texts of samples that are prompts to answer, with tokens in the place of each answer.
     """
 
     ids: npt.NDArray[np.int32]
@@ -84,6 +85,7 @@ class Dataset:
     bad_rows: tuple[BadRow, ...] = ()
     num_dropped: tuple[int, ...] = ()
     images: References = ()
+    prompts: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -237,6 +239,7 @@ class Dataset:
                 about = json.loads((file.metadata() or {})["about"])
             arrays: dict[str, Any] = {name: values.pop(name) for name in _ARRAYS}
             arrays |= {name: tuple(about[name]) for name in ("files", "weights")}
+            arrays["prompts"] = tuple(about.get("prompts", ()))
             images = unpack_images(**values) if values else ()
             arrays |= {name: about[name] for name in ("seq_length", "group_size")}
             return cls(**arrays, images=images)
@@ -254,6 +257,7 @@ def read_dataset(
     *,
     seq_length: int,
     is_training: bool = True,
+    has_prompts: bool = False,
 ) -> Dataset:
     """Read files, or all files of directories, as samples in a model's chat format.
 
@@ -261,18 +265,21 @@ def read_dataset(
     which nothing fits is skipped, because a cut answer has no end. Files for training may have
     weights and a maximum of samples. Raises UsageError for other unusable rows, and with the
     setting `long` "refuse" for all long ones, unless the settings skip bad rows; and for named
-    columns that are in none of the rows.
+    columns that are in none of the rows. With `has_prompts` the samples are prompts.
     """
     if seq_length < _LEAST_TOKENS:
         raise UsageError(f"seq_length is {seq_length}; it must be at least {_LEAST_TOKENS}")
     weighted = [split_weight(path) if is_training else (Path(path), 1.0) for path in paths]
     files = [(file, weight) for path, weight in weighted for file in data_files([path])]
     collector = _Collector(chat, seq_length, settings)
+    if has_prompts:
+        collector.prompts, collector.group_size = [], 1
+        settings = replace(settings, long="refuse", skip_bad=False)
     size = collector.group_size
     most = settings.max_samples * size if is_training and settings.max_samples else sys.maxsize
     for number, (file, _) in enumerate(files):
         say(f"reading {file}")
-        rows = read_rows(file)
+        rows = read_rows(file, by_line=has_prompts)
         share = (most - len(collector.ends)) // (len(files) - number) // size * size
         stop = len(collector.ends) + share
         while (remaining := stop - len(collector.ends)) and (row := next(rows, None)):
@@ -284,7 +291,8 @@ def read_dataset(
         raise UsageError(f"no row has the column {absent!r}", hint=hint)
     refused = [row for row in bad if row.kind != _TOO_LONG or settings.long == "refuse"]
     if refused and not settings.skip_bad:
-        raise UsageError(_refusal(refused, collector.num_rows), hint=_SKIP)
+        hint = "fix or shorten them" if has_prompts else _SKIP
+        raise UsageError(_refusal(refused, collector.num_rows), hint=hint)
     if not len(collector.ends):
         why_none = f": {_refusal(bad, collector.num_rows)}" if bad else ""
         raise UsageError(f"no samples in {', '.join(map(str, paths))}{why_none}")
@@ -309,6 +317,7 @@ class _Collector:
         self.last_keys: list[str] = []
         self._columns = settings.columns
         self._num_dropped: list[int] = []
+        self.prompts: list[str] | None = None
         self._format = chat, seq_length, settings.train_on
         self._images: list[tuple[bytes, ...]] = []
         self._directory = Path()
@@ -359,9 +368,14 @@ class _Collector:
         row_value = rename_columns(row.value, self._columns)
         if self.group_size > 1:
             return iter(pair_samples(row_value, *self._format))
+        row_value = row_value if self.prompts is None else with_answer(row_value)
         content = read_row(row_value, self._read_image if takes_images else None)
         if isinstance(content, Chat):
             self._row_images = images_of(content.messages)
+        if self.prompts is not None:
+            sample, prompt = prompt_sample(content, self._format[0], self._seq_length)
+            self.prompts.append(prompt)
+            return iter([sample])
         if self._truncates and isinstance(content, Chat):
             samples = chat_samples(content, *self._format)
             if not samples or len(samples[-1].ids) <= self._seq_length:
@@ -411,4 +425,5 @@ class _Collector:
             bad_rows=tuple(self.bad_rows),
             num_dropped=tuple(self._num_dropped),
             images=tuple(self._images) if any(self._images) else (),
+            prompts=tuple(self.prompts or ()),
         )

@@ -75,10 +75,14 @@ def _files_inside(directory: Path) -> list[Path]:
     return rows or [file for file in files if file.suffix in _TEXTS]
 
 
-def read_rows(path: Path) -> Iterator[DataRow]:
-    """Yield the rows of a file with their line numbers (for Parquet and JSON lists, indices)."""
+def read_rows(path: Path, *, by_line: bool = False) -> Iterator[DataRow]:
+    """Yield the rows of a file with their line numbers (for Parquet and JSON lists, indices).
+
+    A text file is a document or, with `by_line`, has a question in each line.
+    """
+    reader = _READERS.get(path.suffix, _line_rows)
     try:
-        yield from _READERS.get(path.suffix, _line_rows)(path)
+        yield from (_question_rows if by_line and reader is _text_rows else reader)(path)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} can't be read: {why(error)}") from error
     except RecursionError as error:
@@ -127,6 +131,13 @@ def _text_rows(path: Path) -> Iterator[DataRow]:
                 yield piece + file.readline(_PIECE_CHARACTERS)
 
     yield DataRow(1, Document(pieces()))
+
+
+def _question_rows(path: Path) -> Iterator[DataRow]:
+    """Yield each line of a text file as a question; skip empty lines."""
+    with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig") as file:
+        lines = ((number, line.strip()) for number, line in enumerate(file, start=1))
+        yield from (DataRow(number, {"query": line}) for number, line in lines if line)
 
 
 def _csv_rows(path: Path) -> Iterator[DataRow]:

@@ -56,6 +56,7 @@ _KEYS = (
     "messages, conversations, a question and its answer (instruction and output, query and "
     "response, …), prompt and completion, or text; --columns names other keys"
 )
+_ANSWER = "…"  # for a row without an answer; see `with_answer`
 # The keys to which named columns are renamed; the key of any other role is the role's name.
 _ROLE_KEYS = {"prompt": "instruction", "query": "input", "response": "output"}
 _CALL = "call"  # a message that only calls tools
@@ -155,6 +156,20 @@ def read_row(row: Mapping[str, Any], read_image: ReadImage | None = None) -> Row
     if isinstance(content, Chat):
         return _place_images(content, images, read_image)
     raise UsageError("images aren't supported here; write the row as messages")
+
+
+def with_answer(row: Any) -> Any:
+    """Return a row with an answer added wherever one may be missing, for `read_row`."""
+    if not isinstance(row, Mapping):
+        return row
+    message = {"role": "assistant", "content": _ANSWER}
+    row = {key: value for key, value in row.items() if value not in (None, "", [])}
+    for question, answer in EXCHANGES:
+        if question in row:
+            row.setdefault(answer, [message] if isinstance(row[question], list) else _ANSWER)
+    for key in row.keys() & {*LISTS}:
+        row[key] = [*map(with_answer, list_of(row[key], key)), message]
+    return row
 
 
 def _read_text(row: Mapping[str, Any]) -> RowContent:

@@ -17,6 +17,8 @@ from duoka.models.text.prompts import ChatFormat, TrainingSample
 from ..settings import TrainOn
 from .rows import Chat, Document, PromptCompletion
 
+_ANSWER_TOKENS = 128
+
 
 def row_samples(
     row: Chat | PromptCompletion | Document, chat: ChatFormat, seq_length: int, train_on: TrainOn
@@ -31,6 +33,26 @@ def row_samples(
         yield _completion_sample(row, chat.tokenizer)
     else:
         yield from _document_samples(row, chat.tokenizer, seq_length)
+
+
+def prompt_sample(
+    row: Chat | PromptCompletion | Document, chat: ChatFormat, seq_length: int
+) -> tuple[TrainingSample, str]:
+    """Return the prompt of a row as a sample, and the text of its last message.
+
+    End-of-text tokens after the prompt are in the place of an answer, and marked as trained.
+    """
+    start, end = _boundary_tokens(chat.tokenizer)
+    if isinstance(row, Chat):
+        last = max(at for at, it in enumerate(row.messages) if it.role != "assistant")
+        ids = chat.prompt(row.messages[: last + 1], row.tools)
+        text = row.messages[last].content
+    else:
+        text = row.prompt if isinstance(row, PromptCompletion) else "".join(row.pieces)
+        ids = [*start, *text_ids(chat.tokenizer, text)]
+    room = max(1, min(_ANSWER_TOKENS, seq_length - len(ids)))
+    ids = ImagePrompt([*ids, *[end] * room], getattr(ids, "num_images", 0), {})
+    return TrainingSample(ids, [False] * (len(ids) - room) + [True] * room), text
 
 
 def chat_samples(
