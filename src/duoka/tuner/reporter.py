@@ -71,7 +71,7 @@ class RunReporter:
             tracker.log(scalars, step)
         if "eval_loss" in metrics:
             text = f"step {step}: evaluation loss {metrics['eval_loss']:.4f}"
-            self.say("\n\n".join([text, *_samples(metrics)]))
+            self.say("\n\n".join(filter(None, [text, scalars.get("samples")])))
             self._directory.write_answers()
             return
         self._recent.append((metrics["tokens"], metrics["seconds"]))
@@ -98,18 +98,13 @@ class RunReporter:
         self._console.print(text, markup=False, soft_wrap=True)
 
 
-def _samples(metrics: Mapping[str, Any]) -> list[str]:
-    """Return prompts and answers of an evaluation as paragraphs of Markdown."""
-    pairs = ((it["prompt"], it["answer"]) for it in metrics.get("samples", ()))
-    return [printable(f"> {prompt}\n\n{answer}") for prompt, answer in pairs]
-
-
 def _scalars(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values for trackers, by name: numbers, and the text of samples."""
     scalars = {name: metrics[name] for name in _SCALARS if name in metrics}
     scalars |= {f"rewards/{name}": value for name, value in metrics.get("rewards", {}).items()}
-    if samples := "\n\n".join(_samples(metrics)):
-        scalars["samples"] = samples
+    for sample in metrics.get("samples", ()):
+        text = printable(f"> {sample['prompt']}\n\n{sample['answer']}")
+        scalars["samples"] = f"{scalars['samples']}\n\n{text}" if "samples" in scalars else text
     if "seconds" in metrics:
         scalars["tokens_per_second"] = metrics["tokens"] / metrics["seconds"]
     for process in metrics.get("processes", ()):

@@ -217,7 +217,7 @@ class TuneSettings:
             choose(name, getattr(self, name), get_args(choices))
         for name in self.report_to:
             choose("report_to", name, TRACKERS)
-        self._refuse_rates()
+        self._refuse_values()
         if self.dpo and (self.method == "full" or self.packing):
             problem = "DPO needs adapters (the reference is the model without them) and no packing"
             raise UsageError(problem, hint="use the method lora or qlora, without packing")
@@ -229,17 +229,16 @@ class TuneSettings:
                 f"{self.micro_batch}",
                 hint=f"use a multiple of {self.micro_batch}",
             )
-        self._refuse_without_data()
         self._training(self.lora_target)  # refuses invalid values
 
-    def _refuse_without_data(self) -> None:
-        """Raise UsageError for settings of evaluations without evaluation data."""
+    def _refuse_values(self) -> None:
+        """Raise UsageError for evaluations without data, and for rates that aren't finite numbers.
+
+        Rates must be positive or at least zero.
+        """
         for name in ("eval-every", "eval-prompts", "early-stopping"):
             if not (self.eval_share or self.eval_data) and getattr(self, name.replace("-", "_")):
                 raise UsageError(f"--{name} needs --eval", hint="--eval DATA, or --eval 5%")
-
-    def _refuse_rates(self) -> None:
-        """Raise UsageError for a rate that isn't a finite number, positive or at least zero."""
         names = "lr", "weight_decay", "max_grad_norm", "dpo_beta"
         rates = {name: getattr(self, name) for name in names} | {"lr": self.learning_rate}
         for name, rate in rates.items():

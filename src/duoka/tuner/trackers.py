@@ -39,8 +39,8 @@ class _TensorBoard:
     def log(self, scalars: Mapping[str, Any], step: int) -> None:
         """See `Tracker`."""
         for name, value in scalars.items():
-            is_text = isinstance(value, str)
-            (self._writer.add_text if is_text else self._writer.add_scalar)(name, value, step)
+            add = "add_text" if isinstance(value, str) else "add_scalar"
+            getattr(self._writer, add)(name, value, step)
 
     def close(self) -> None:
         """See `Tracker`."""

@@ -235,10 +235,9 @@ class _Worker:
         """Compute loss and answers of an evaluation; the first process reports both."""
         loss = self._trainer.evaluate(self._eval_steps)
         entry: dict[str, Any] = {"step": step, "eval_loss": loss}
-        if self._directory.eval_prompts.is_file():
-            prompts = Dataset.load(self._directory.eval_prompts)
+        if (path := self._directory.eval_prompts).is_file():
             chat = chat_of(self._directory.read().checkpoint())
-            entry["samples"] = self._trainer.answer(prompts, chat)
+            entry["samples"] = self._trainer.answer(Dataset.load(path), chat)
         if self._reporter is not None:
             self._reporter.write(entry)
             self._checkpoints.keep_best(self._directory.best_step())
