@@ -86,7 +86,8 @@ def answer(request: EngineRequest) -> Iterator[Event]:
     value = json.dumps({"is_it": True, "other": False})
     if "add" in tools and len(results) < 2:
         yield scripted.delta("I reckon.", "reasoning")
-        yield scripted.delta("I add.")
+        if not request.params.get("response_format"):
+            yield scripted.delta("I add.")
         yield from call("add", json.dumps({"a": len(results), "b": 2}))
     elif outputs:
         yield from call(outputs[0], value)
@@ -132,7 +133,7 @@ def write_models(folder: Path) -> dict[str, Path]:
         (paths[name] / "chat_template.jinja").write_text(template)
         # An answer doesn't end before its limit, and JSON has little white space.
         spaces = tuning.make_tokenizer().encode(" \n\t\r")
-        weights["lm_head.weight"][[*spaces, *range(256, 260)]] = 0
+        weights["lm_head.weight"][[2, *spaces, *range(256, 260)]] = 0
         save_file(weights, paths[name] / "model.safetensors", {"format": "pt"})
     write_family("llava", paths["VISION"])
     return paths

@@ -77,10 +77,10 @@ async def tools_required_and_named() -> None:
 
 @check
 async def structured_outputs() -> None:
-    answer = await client().create(HI, json_output=Answer)
+    answer = await client(max_tokens=200).create(HI, json_output=Answer)
     Answer.model_validate_json(answer.content)
     await client().create(HI, json_output=True)
-    agent = AssistantAgent("a", client(), output_content_type=Answer)
+    agent = AssistantAgent("a", client(max_tokens=200), output_content_type=Answer)
     result = await agent.run(task="hi")
     assert isinstance(result.messages[-1].content, Answer)
 

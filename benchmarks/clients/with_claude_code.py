@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-from checks import AGENT, IMAGE, KEY, LLAMA, MODEL, THINKER, VISION, check, main
+from checks import AGENT, IMAGE, KEY, LLAMA, MODEL, THINKER, check, main, refused
 
 HEADERS = {
     "x-api-key": KEY,
@@ -97,10 +97,15 @@ def the_probes_at_its_start() -> None:
     quota = {"model": MODEL, "max_tokens": 1, "messages": [{"role": "user", "content": "quota"}],
              "metadata": {"user_id": "u"}}  # fmt: skip
     assert post(quota).json()["stop_reason"] == "max_tokens"
-    title = body(tools=[], thinking={"type": "disabled"}, output_config={"format": {
-        "type": "json_schema", "schema": {"type": "object", "additionalProperties": False,
-        "properties": {"is_it": {"type": "boolean"}}, "required": ["is_it"]}}})  # fmt: skip
-    assert "is_it" in post(title).text
+    schema = {
+        "type": "object",
+        "properties": {"is_it": {"type": "boolean"}},
+        "required": ["is_it"],
+        "additionalProperties": False,
+    }
+    title = body(tools=[], thinking={"type": "disabled"}, stream=False, output_config={
+        "format": {"type": "json_schema", "schema": schema}})  # fmt: skip
+    assert "is_it" in post(title).json()["content"][0]["text"]
 
 
 @check
@@ -160,7 +165,7 @@ def pictures_in_results() -> None:
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [
             {"type": "image", "source": source}]}]},
     ]  # fmt: skip
-    post(body(messages=messages, max_tokens=5, system="Be brief.", tools=[]), VISION)
+    post(body(messages=messages), AGENT)
 
 
 @check
@@ -185,16 +190,17 @@ def what_it_asks_of_the_server() -> None:
 
 
 @check
-def tool_search() -> None:
-    """Tools that a search found are named in its result; all tools are in the prompt anyway."""
+def results_of_its_tool_search_are_refused() -> None:
+    """Claude Code sends them only to servers that it knows to take them."""
+    found = [{"type": "tool_reference", "tool_name": "mcp__memory__read_graph"}]
     messages = [
         *body()["messages"],
         {"role": "assistant", "content": [
             {"type": "tool_use", "id": "t", "name": "add", "input": {"a": 1, "b": 2}}]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [
-            {"type": "tool_reference", "tool_name": "mcp__memory__read_graph"}]}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "t", "content": found}]},
     ]  # fmt: skip
-    post(body(messages=messages))
+    refused(lambda: post(body(messages=messages)), "tool_reference", "is unknown")
 
 
 main()

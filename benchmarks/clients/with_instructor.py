@@ -14,7 +14,7 @@ from instructor import Mode
 
 OPENAI = {"base_url": f"{LLAMA}/v1", "api_key": KEY, "max_retries": 0}
 ASK: dict[str, Any] = {"model": MODEL, "messages": HI, "response_model": Answer, "max_retries": 0}
-CHAT = {**ASK, "temperature": 0, "max_tokens": 100}
+CHAT = {**ASK, "temperature": 0, "max_tokens": 300}
 
 
 @check
@@ -33,7 +33,7 @@ def modes_of_openai() -> None:
 @check
 def modes_of_responses() -> None:
     client = instructor.from_openai(openai.OpenAI(**OPENAI), mode=Mode.RESPONSES_TOOLS)
-    asked = {"model": MODEL, "input": "hi", "response_model": Answer, "max_output_tokens": 100}
+    asked = {"model": MODEL, "input": "hi", "response_model": Answer, "max_output_tokens": 300}
     assert isinstance(client.responses.create(**asked, temperature=0, max_retries=0), Answer)
 
 
@@ -66,7 +66,7 @@ async def asynchronous() -> None:
 def modes_of_anthropic() -> None:
     client = anthropic.Anthropic(base_url=LLAMA, api_key=KEY, max_retries=0)
     for mode in (Mode.ANTHROPIC_TOOLS, Mode.TOOLS):
-        asked = {**ASK, "max_tokens": 100}
+        asked = {**ASK, "max_tokens": 300}
         tools = instructor.from_anthropic(client, mode=mode)
         assert isinstance(tools.messages.create(**asked), Answer)
 

@@ -82,7 +82,7 @@ def tools_auto_in_rounds() -> None:
 @check
 def structured_outputs() -> None:
     for method in ("json_schema", "function_calling"):
-        structured = model().with_structured_output(Answer, method=method)
+        structured = model(max_tokens=200).with_structured_output(Answer, method=method)
         assert isinstance(structured.invoke("hi"), Answer)
 
 

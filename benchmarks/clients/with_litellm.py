@@ -107,7 +107,7 @@ def tools_auto_in_rounds() -> None:
 @check
 def structured_outputs() -> None:
     for provider in ALL:
-        answer = litellm.completion(**asked(provider, response_format=Answer))
+        answer = litellm.completion(**asked(provider, response_format=Answer, max_tokens=300))
         Answer.model_validate_json(answer.choices[0].message.content)
     form = {"type": "json_object"}
     litellm.completion(**asked(response_format=form))
@@ -134,7 +134,8 @@ def thinking() -> None:
             answer = litellm.completion(**asked(provider, THINKER, **options))
             assert answer.choices[0].message.content
     for option in ({"type": "disabled"}, {"type": "enabled", "budget_tokens": 5}):
-        answer = litellm.completion(**asked("anthropic", THINKER, thinking=option))
+        options = {"thinking": option, "allowed_openai_params": ["thinking"]}
+        answer = litellm.completion(**asked("anthropic", THINKER, **options))
         assert answer.choices[0].message.content
 
 
@@ -170,7 +171,7 @@ async def messages() -> None:
 def errors() -> None:
     for provider in ALL:
         refused(lambda: litellm.completion(**asked(provider, api_key="w")), "key")  # noqa: B023
-        model = f"{provider}/gpt-5"
+        model = f"{provider}/nobody"
         refused(lambda: litellm.completion(**asked(provider, model=model)), "there is no model")  # noqa: B023
         long = [{"role": "user", "content": "hi" * 2000}]
         refused(lambda: litellm.completion(**asked(provider, messages=long)), "tokens")  # noqa: B023

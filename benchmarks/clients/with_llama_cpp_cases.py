@@ -217,7 +217,7 @@ def required_tools() -> None:
         parameters = {"type": "object", "properties": {key: {"const": value}}, "required": [key]}
         tool: Any = {"type": "function", "function": {"name": name, "parameters": parameters}}
         for stream in (False, True):
-            asked: Any = {"model": MODEL, "messages": MESSAGES, "tools": [tool], "max_tokens": 128}
+            asked: Any = {"model": MODEL, "messages": MESSAGES, "tools": [tool], "max_tokens": 256}
             asked |= {"tool_choice": "required", "temperature": 0, "parallel_tool_calls": False}
             if stream:
                 with CLIENT.chat.completions.stream(**asked) as events:

@@ -70,7 +70,7 @@ async def stop_seed_and_penalties() -> None:
 async def structured_outputs() -> None:
     for model in models():
         for kind in (ToolOutput(Answer), NativeOutput(Answer, strict=True)):
-            agent = Agent(model, output_type=kind, model_settings=settings())
+            agent = Agent(model, output_type=kind, model_settings=settings(max_tokens=300))
             assert isinstance((await agent.run("hi")).output, Answer)
 
 

@@ -55,6 +55,9 @@ def test_a_chat_is_the_familys_own_prompt(reader: PromptReader, questions: Quest
 def test_a_required_call_is_forced_and_read(questions: QuestionReader) -> None:
     question = questions.read(Prompt(messages=CHAT, tools=[TOOL], must_call=True))
     assert question.params.grammar is not None
+    form = {"response_format": {"type": "json_object"}}  # is that of a text
+    forced = questions.read(Prompt(messages=CHAT, tools=[TOOL], must_call=True), form)
+    assert forced.params == question.params
     answer = question.open_reader()
     parts = answer.feed('{"name": "weather", "arguments": {"city": "Bonn"}}') + answer.finish()
     assert parts == [
@@ -118,9 +121,6 @@ def test_system_messages_come_first_where_a_template_wants_it() -> None:
 
 
 def test_what_cant_be_asked_is_refused(questions: QuestionReader) -> None:
-    forced = Prompt(messages=CHAT, tools=[TOOL], must_call=True)
-    with pytest.raises(UsageError, match="response_format"):
-        questions.read(forced, {"response_format": {"type": "json_object"}})
     with pytest.raises(UsageError, match="tools is empty"):
         questions.read(Prompt(messages=CHAT, must_call=True))
     with pytest.raises(UsageError, match=r"messages\[0\]"):

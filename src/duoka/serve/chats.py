@@ -98,4 +98,4 @@ def join_systems(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Join the system messages to one, at the beginning of the chat."""
     texts = [message.content for message in messages if message.role == "system"]
     system = ChatMessage(role="system", content="\n\n".join(texts))
-    return [*([system] if texts else ()), *(each for each in messages if each.role != "system")]
+    return [*([system] if texts else ()), *(turn for turn in messages if turn.role != "system")]

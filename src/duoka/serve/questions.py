@@ -141,6 +141,8 @@ class QuestionReader:
     def _read_chat(self, prompt: Prompt, grammar: Grammar | None) -> Question:
         """Convert a chat; a forced tool call sets a grammar and begins the answer in the prompt.
 
+        A format is that of the text, which a forced call doesn't have.
+
         An answer with a grammar has no reasoning: it is closed in the prompt.
         """
         chat, answers, tools = self.reader.chat, self.reader.chat.answers, prompt.tools
@@ -156,9 +158,6 @@ class QuestionReader:
             tokens = chat.prompt(join_systems(messages), tools or None, settings)
         is_parallel, forced, budget = prompt.parallel_tool_calls, None, None
         if prompt.must_call:
-            if grammar is not None:
-                text = "response_format can't be combined with a forced tool call"
-                raise UsageError(text, hint="omit one of them")
             forced = answers.forced_call(tools, tokens, parallel=is_parallel)
             tokens.extend(forced.prompt_ids)
             grammar = Grammar.lark(forced.grammar)
