@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-from checks import AGENT, IMAGE, KEY, LLAMA, MODEL, THINKER, check, main, refused
+from checks import AGENT, IMAGE, KEY, LLAMA, MODEL, THINKER, check, main
 
 HEADERS = {
     "x-api-key": KEY,
@@ -190,8 +190,8 @@ def what_it_asks_of_the_server() -> None:
 
 
 @check
-def results_of_its_tool_search_are_refused() -> None:
-    """Claude Code sends them only to servers that it knows to take them."""
+def results_of_its_tool_search() -> None:
+    """All tools are in the prompt anyway."""
     found = [{"type": "tool_reference", "tool_name": "mcp__memory__read_graph"}]
     messages = [
         *body()["messages"],
@@ -200,7 +200,7 @@ def results_of_its_tool_search_are_refused() -> None:
         {"role": "user", "content": [
             {"type": "tool_result", "tool_use_id": "t", "content": found}]},
     ]  # fmt: skip
-    refused(lambda: post(body(messages=messages)), "tool_reference", "is unknown")
+    post(body(messages=messages), AGENT)
 
 
 main()

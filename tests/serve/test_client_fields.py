@@ -94,6 +94,19 @@ def test_what_bills_claude_code_is_no_part_of_a_prompt() -> None:
         assert [turn.content for turn in turns] == expected
 
 
+def test_a_tool_that_was_found_is_named() -> None:
+    found = {"type": "tool_reference", "tool_name": "rain"}
+    call = {"type": "tool_use", "id": "c", "name": "search", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [found]}
+    messages = [
+        *HI,
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+    turns = ask_of(MESSAGES, {"model": "", "max_tokens": 2, "messages": messages}).prompt.messages
+    assert turns[-1] == Turn(role="tool", content="rain", call_id="c")
+
+
 def test_penalties_are_taken_in_all_apis() -> None:
     penalties = {"presence_penalty": 0.5, "frequency_penalty": -1.0}
     for path, (_, _, body) in FORMS.items():

@@ -94,7 +94,14 @@ class ThinkingBlock(Form):
     signature: str = ""
 
 
-ResultPart = TextBlock | ImageBlock | DocumentBlock
+class ToolReferenceBlock(Form):
+    """A tool that the client's search has found; its name is shown."""
+
+    type: Literal["tool_reference"]
+    text: Annotated[str, Field(alias="tool_name")]
+
+
+ResultPart = TextBlock | ImageBlock | DocumentBlock | ToolReferenceBlock
 
 
 class ToolUseBlock(Form):
