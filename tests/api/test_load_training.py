@@ -32,11 +32,15 @@ def chatglm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def load(chatglm: Path, gpus: str, *, dtype: str = "float32", **training: Any) -> Any:
+def make_plan(chatglm: Path, gpus: str, *, dtype: str = "float32", **training: Any) -> duoka.Plan:
     workload = Workload(
         batch=2, prompt_tokens=32, new_tokens=0, dtype=dtype, training=Training(**training)
     )
-    return duoka.load(duoka.plan(chatglm, gpus, workload, use_all=True))
+    return duoka.plan(chatglm, gpus, workload, use_all=True)
+
+
+def load(chatglm: Path, gpus: str, **options: Any) -> Any:
+    return duoka.load(make_plan(chatglm, gpus, **options))
 
 
 def adapted(model: Any) -> Any:
@@ -128,7 +132,10 @@ def test_training_goes_on_and_its_adapter_is_read(chatglm: Path, tmp_path: Path)
 
 
 def test_what_a_plan_for_training_is_loaded_as(chatglm: Path) -> None:
-    model = load(chatglm, THREE, gradient_checkpointing=True)
+    plan = make_plan(chatglm, THREE, gradient_checkpointing=True)
+    with pytest.raises(UsageError, match="the plan is for training, and the engine only generates"):
+        duoka.Engine(plan)
+    model: Any = duoka.load(plan)
     assert model.training
     assert model.is_gradient_checkpointing
     assert chunked_head(model) is not None
@@ -136,10 +143,6 @@ def test_what_a_plan_for_training_is_loaded_as(chatglm: Path) -> None:
     whole = load(chatglm, THREE, method="full", master_weights=True, dtype="bfloat16")
     assert {parameter.dtype for parameter in whole.parameters()} == {torch.float32}
     assert all(parameter.requires_grad for parameter in whole.parameters())
-    with pytest.raises(UsageError, match="the plan is for training, and the engine only generates"):
-        duoka.Engine(
-            duoka.plan(chatglm, ONE, Workload(prompt_tokens=32, new_tokens=0, training=Training()))
-        )
 
 
 def test_published_names_of_targets(chatglm: Path) -> None:

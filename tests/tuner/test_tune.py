@@ -63,7 +63,7 @@ def run(
         name: str,
         gpus: str = WHOLE,
         *,
-        family: str = "llama",
+        family: str = "shallow",
         replicas: int = 1,
         adapter: Path | None = None,
         rows: int = ROWS,
@@ -123,14 +123,14 @@ SHORT: dict[str, Any] = {"rows": 8, "batch": 4}
 AGAIN = {"checkpointing": True}
 DROPOUT = {"lora_dropout": 0.5}
 LAYOUTS = [
-    pytest.param("llama", "lora", "virtual:4x64MiB", 2, {"schedule": "gpipe"}, marks=SLOW),
-    pytest.param("llama", "full", "virtual:3x64MiB", 1, {"micro_batch": 2}, marks=SLOW),
+    pytest.param("shallow", "lora", "virtual:4x64MiB", 2, {"schedule": "gpipe"}, marks=SLOW),
+    pytest.param("shallow", "full", "virtual:3x64MiB", 1, {"micro_batch": 2}, marks=SLOW),
     pytest.param("tied", "full", "virtual:2x64MiB", 1, AGAIN, marks=SLOW),
     pytest.param("tied", "lora", "virtual:4x64MiB", 2, {"packing": True, "epochs": 4}, marks=SLOW),
     pytest.param("experts", "full", "virtual:2x64MiB", 1, {"optimizer": "adafactor"}, marks=SLOW),
     pytest.param("experts", "lora", "virtual:2x64MiB", 2, {"dtype": "bfloat16"}, marks=SLOW),
-    pytest.param("llama", "lora", "virtual:2x64MiB", 1, DROPOUT),
-    pytest.param("llama", "lora", "virtual:4x64MiB", 2, DROPOUT, marks=SLOW),
+    pytest.param("shallow", "lora", "virtual:2x64MiB", 1, DROPOUT),
+    pytest.param("shallow", "lora", "virtual:4x64MiB", 2, DROPOUT, marks=SLOW),
     pytest.param(
         "llama", "lora", "virtual:3x64MiB", 1, {**DROPOUT, "checkpointing": True}, marks=SLOW
     ),
@@ -191,7 +191,7 @@ def test_an_adapter_is_trained_on(gpus: str, run: Any) -> None:
     assert (made["r"], made["lora_alpha"]) == (4, 7.5)
     assert sorted(made["target_modules"]) == ["down_proj", "q_proj"]
     # It begins where the first one ended, not anew.
-    assert tuning.losses(second.directory)[0] < tuning.losses(first.directory)[0] - 0.3
+    assert tuning.losses(second.directory)[0] < tuning.losses(first.directory)[0] - 0.2
 
 
 @pytest.mark.slow
@@ -250,7 +250,7 @@ def test_a_run_goes_on_wherever_it_was_killed(
     path = tmp_path / "killed"
     # The program and its processes are started as people start them, and are no forks.
     process = start(
-        path, models("llama"), chats, "virtual:2x64MiB", "--replicas", "2", python=python
+        path, models("shallow"), chats, "virtual:2x64MiB", "--replicas", "2", python=python
     )
     wait_for(path / "checkpoints" / "step-000002", process)
     os.kill(workers_of(process)[1], signal.SIGKILL)
@@ -282,7 +282,7 @@ LONG = ("--epochs", "400")
 @pytest.mark.usefixtures("quick_start")
 def test_ctrl_c_saves_and_leaves(tmp_path: Path, chats: Path, models: Any) -> None:
     path = tmp_path / "stopped"
-    process = start(path, models("llama"), chats, "virtual:2x64MiB", "--replicas", "1", *LONG)
+    process = start(path, models("shallow"), chats, "virtual:2x64MiB", "--replicas", "1", *LONG)
     wait_for(path / "checkpoints" / "step-000002", process)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)
@@ -302,7 +302,7 @@ def test_ctrl_c_saves_and_leaves(tmp_path: Path, chats: Path, models: Any) -> No
 def test_ctrl_c_twice_says_what_was_saved(tmp_path: Path, chats: Path, models: Any) -> None:
     path = tmp_path / "stopped"
     more = ("--save-every", "1000", *LONG)
-    process = start(path, models("llama"), chats, "virtual:2x64MiB", *more)
+    process = start(path, models("shallow"), chats, "virtual:2x64MiB", *more)
     wait_for(path / "metrics.jsonl", process)
     for _ in range(2):
         process.send_signal(signal.SIGINT)
@@ -323,7 +323,7 @@ def test_sequences_are_as_long_as_the_longest_sample(
 
     def start(gpus: str, **more: Any) -> None:
         duoka.tune(
-            models("llama"), str(chats), gpus, save=tmp_path / "run", replicas=1,
+            models("shallow"), str(chats), gpus, save=tmp_path / "run", replicas=1,
             settings=TuneSettings(**{**SETTINGS, "seq_length": None, **more}),
             show=lambda run: bool(runs.append(run)),
         )  # fmt: skip
@@ -350,7 +350,7 @@ def test_data_are_read_as_the_settings_say(tmp_path: Path, chats: Path, models: 
     columns = {"prompt": "ask", "response": "say"}
     more = {"columns": columns, "max_samples": 6, "eval_data": (str(tmp_path / "a.jsonl"),)}
     duoka.tune(
-        models("llama"), [str(chats), f"{tmp_path / 'a.jsonl'}=2"], WHOLE, save=tmp_path / "run",
+        models("shallow"), [str(chats), f"{tmp_path / 'a.jsonl'}=2"], WHOLE, save=tmp_path / "run",
         replicas=1, settings=TuneSettings(**{**SETTINGS, **more}),
         show=lambda run: bool(runs.append(run)),
     )  # fmt: skip
