@@ -26,7 +26,7 @@ PROMPTS = [f"{number}+{number}?" for number in range(24)]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tuning.write_model("llama", tmp_path_factory.mktemp("model") / "llama")
+    return tuning.write_model("shallow", tmp_path_factory.mktemp("model") / "llama")
 
 
 def write(path: Path, rows: list[Any]) -> Path:

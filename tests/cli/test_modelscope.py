@@ -37,6 +37,7 @@ def scope(
         yield server
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_generate_is_what_the_directory_generates(
     scope: HubServer, tiny: Path, program: Program, environment: dict[str, str]

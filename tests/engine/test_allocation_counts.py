@@ -33,7 +33,7 @@ PAGES = list(range(8))
 
 @pytest.mark.parametrize("num_gpus", [1, 2])
 def test_a_decode_step_allocates_as_much_as_the_one_before(tmp_path: Path, num_gpus: int) -> None:
-    path = tuning.write_model("llama", tmp_path / "llama")
+    path = tuning.write_model("shallow", tmp_path / "model")
     plan = duoka.plan(path, f"virtual:{num_gpus}x64MiB", WORK, use_all=True)
     executor = InlineExecutor(duoka.load(plan), Capacity.of(WORK), WORK, warm_up="every")
     executor.start()
@@ -68,7 +68,7 @@ def test_a_decode_step_allocates_as_much_as_the_one_before(tmp_path: Path, num_g
 
 
 def test_a_model_without_pages_moves_once_what_all_layers_read(tmp_path: Path) -> None:
-    path = tuning.write_model("llama", tmp_path / "llama")
+    path = tuning.write_model("shallow", tmp_path / "model")
     work = replace(WORK, cache="dynamic", pages=None)
     plan = duoka.plan(path, "virtual:2x64MiB", work, use_all=True)
     model = CachedModel(duoka.load(plan), plan.workload)

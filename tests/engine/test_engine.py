@@ -64,7 +64,7 @@ def ids(completion: Completion) -> list[int]:
 
 
 def test_many_are_answered_as_one_by_one(plan: Any, engine: Engine) -> None:
-    texts = prompts(12)
+    texts = prompts(7)
     expected = answers(plan, texts)
     found = engine.generate(texts, SamplingParams(max_new_tokens=WORK.new_tokens))
     assert [completion.text for completion in found] == [answer.text for answer in expected]
@@ -229,9 +229,9 @@ def test_preempted_answers_are_those_of_an_engine_with_room(
     )
     params = [
         SamplingParams(seed=number, **{"min_new_tokens": 30, **FORMS_OF_PARAMS[number % 4]})
-        for number in range(8)
+        for number in range(5)
     ]
-    texts = [text[:20] for text in prompts(8)]
+    texts = [text[:20] for text in prompts(5)]
     found = []
     for plan in (roomy, tight):
         with Engine(plan, processes=processes, warm_up="largest") as engine:
@@ -250,7 +250,7 @@ def test_a_preempted_answer_fits_its_grammar(model: Path) -> None:
     pattern = "([a-d]{3}-){12}"
     with Engine(duoka.plan(model, "virtual:256MiB", work), warm_up="largest") as engine:
         params = SamplingParams(temperature=1.0, grammar=Grammar.regex(pattern))
-        answers = engine.generate([text[:20] for text in prompts(8)], params)
+        answers = engine.generate([text[:20] for text in prompts(4)], params)
         assert engine.load().num_preempted > 0
     assert all(re.fullmatch(pattern, answer.text) for answer in answers)
 

@@ -77,7 +77,7 @@ def open_files() -> list[str]:
 
 def alike(one: Any, other: Any, *, within: float = 1e-4) -> None:
     """All answers of two engines are the same, and log-probabilities within a distance."""
-    texts = prompts(8)
+    texts = prompts(5)
     drawn = SamplingParams(temperature=1.0, seed=3, logprobs=2)
     grammar = find_spec("llguidance") and Grammar.regex("[a-f ]{5,}!")
     for params in (SamplingParams(), drawn, replace(drawn, grammar=grammar)):
@@ -328,7 +328,7 @@ def test_nothing_is_left_where_a_process_cannot_load_its_part(
 
 
 def test_one_gpu_has_no_processes(plan: Any, tmp_path: Path) -> None:
-    path = tuning.write_model("llama", tmp_path / "llama")
+    path = tuning.write_model("shallow", tmp_path / "model")
     alone = duoka.plan(path, "virtual:256MiB", WORK)
     with pytest.raises(UsageError, match="the plan uses one GPU"):
         Engine(alone, processes=True)

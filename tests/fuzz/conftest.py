@@ -10,7 +10,7 @@ from checkpoints import write_random
 from duoka.tools.demo.checkpoint import CONFIG
 
 TINY = {**CONFIG, "hidden_size": 64, "ffn_hidden_size": 96, "num_layers": 3, "kv_channels": 16}
-TINY["num_attention_heads"] = 4
+TINY |= {"num_attention_heads": 4, "padded_vocab_size": 1536}
 
 
 @pytest.fixture(scope="session")
