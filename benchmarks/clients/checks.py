@@ -15,7 +15,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 KEY, MODEL = "secret-key", "tiny"
 LLAMA, THINKER, VISION, AGENT, IMAGE = (
@@ -26,8 +26,9 @@ _CHECKS: list[Callable[[], Any]] = []
 
 
 class Answer(BaseModel):
-    """The structured output of all checks."""
+    """The structured output of all checks; the random models would add properties without end."""
 
+    model_config = ConfigDict(extra="forbid")
     is_it: bool
     other: bool
 

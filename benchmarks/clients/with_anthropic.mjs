@@ -50,7 +50,7 @@ const checks = {
   async tools_auto_in_rounds() {
     const run = ({ a, b }) => `${a + b}`;
     const runner = client(AGENT).beta.messages.toolRunner({
-      ...asked, tools: [{ ...tools[0], run, parse: (value) => value }], betas: ["x-1"],
+      ...asked, tools: [{ ...tools[0], run, parse: (value) => value }], betas: ["x-1"], thread: false,
     });
     assert.equal((await runner).content.at(-1).text, "It is ['3'].");
     const stream = client(AGENT).messages.stream({ ...asked, tools });

@@ -113,7 +113,6 @@ def structured_outputs() -> None:
     schema = Answer.model_json_schema()
     raw = model(max_tokens=200).with_structured_output(schema, include_raw=True).invoke("hi")
     assert raw["parsed"].keys() == {"is_it", "other"}
-    model().bind(response_format={"type": "json_object"}).invoke("say json")
     streamed = list(model(max_tokens=200).with_structured_output(Answer).stream("hi"))
     assert isinstance(streamed[-1], Answer)
 

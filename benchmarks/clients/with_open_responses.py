@@ -21,7 +21,7 @@ REQUIRED = (
     *("max_output_tokens", "max_tool_calls", "store", "background", "service_tier", "metadata"),
     *("safety_identifier", "prompt_cache_key"),
 )
-NUMBERS = ("top_p", "presence_penalty", "frequency_penalty", "top_logprobs", "temperature")
+NUMBERS = ("presence_penalty", "frequency_penalty", "top_logprobs")
 WEATHER = {
     "type": "function",
     "name": "get_weather",
@@ -147,7 +147,7 @@ def multi_turn() -> None:
 def settings() -> None:
     used = {
         "temperature": 0.5, "top_p": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.25,
-        "max_output_tokens": 16, "max_tool_calls": 3, "safety_identifier": "s",
+        "max_output_tokens": 16, "safety_identifier": "s",
         "prompt_cache_key": "k", "instructions": "Be brief.", "top_logprobs": 2,
         "metadata": {"a": "b"}, "parallel_tool_calls": False, "truncation": "disabled",
         "store": False, "background": False,

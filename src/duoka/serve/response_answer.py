@@ -52,7 +52,6 @@ class ResponseAnswer(BlocksAnswer):
             "usage": None,
             "background": False,
             "previous_response_id": None,
-            **dict.fromkeys(("frequency_penalty", "presence_penalty"), 0),
             "service_tier": "default",
             "store": False,
             "truncation": "disabled",

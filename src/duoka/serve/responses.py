@@ -34,6 +34,8 @@ _ECHOED_FIELDS = (
     *("prompt_cache_key", "safety_identifier", "user", "instructions", "max_output_tokens"),
     *("temperature", "top_p"),
 )
+_ECHOED_NUMBERS = ("top_logprobs", "presence_penalty", "frequency_penalty")
+_TOOL_DEFAULTS = dict.fromkeys(("description", "parameters", "strict"))
 _STATE_FIELDS = ("previous_response_id", "conversation", "prompt")
 
 
@@ -233,10 +235,8 @@ class ResponsesRequest(AnswerRequest, InputTokensRequest):
             "reasoning": {"effort": self.prompt_settings().effort, "summary": None},
             "text": {"format": {"type": "text"}, **(_dump(self.text) or {})},
             "tool_choice": _dump(self.tool_choice or "auto"),
-            "tools": [
-                {"parameters": None, "strict": None, **_dump(tool)} for tool in self.tools or ()
-            ],
-            "top_logprobs": self.top_logprobs or 0,
+            "tools": [{**_TOOL_DEFAULTS, **_dump(tool)} for tool in self.tools or ()],
+            **{name: values[name] or 0 for name in _ECHOED_NUMBERS},
         }
 
 
