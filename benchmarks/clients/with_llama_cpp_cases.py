@@ -69,7 +69,7 @@ def logprobs() -> None:
         for token in chunk.choices[0].logprobs.content or ()
     ]
     assert whole.logprobs is not None
-    assert streamed == whole.logprobs.content
+    assert [t.token for t in streamed] == [t.token for t in whole.logprobs.content or ()]
     for token in streamed:
         assert token.logprob <= 0
         assert token.bytes is not None
