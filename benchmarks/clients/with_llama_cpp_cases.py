@@ -215,6 +215,7 @@ def tool_results_without_offered_tools() -> None:
 def required_tools() -> None:
     for name, key, value in (("test", "success", True), ("ipython", "code", "1")):
         parameters = {"type": "object", "properties": {key: {"const": value}}, "required": [key]}
+        parameters["additionalProperties"] = False
         tool: Any = {"type": "function", "function": {"name": name, "parameters": parameters}}
         for stream in (False, True):
             asked: Any = {"model": MODEL, "messages": MESSAGES, "tools": [tool], "max_tokens": 256}
