@@ -218,22 +218,24 @@ def test_impossible_times_are_refused(number: float) -> None:
         replace(found.stages[0], decode_seconds=number)
 
 
-@pytest.mark.parametrize("schedule", ["sequential", "gpipe", "1f1b"])
-def test_a_step_of_training_has_passes_and_updates(schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "dpo"), [("sequential", False), ("1f1b", True), ("1f1b", False), ("gpipe", False)]
+)
+def test_a_step_of_training_has_passes_and_updates(schedule: str, dpo: bool) -> None:
     made = rehearsing.made_up([rehearsing.Layer(weight=1000, result=1, saved=2)] * 4)
     kinds = tuple(
         replace(kind, traces=tuple(replace(trace, moved_bytes=(50.0,)) for trace in kind.traces))
         for kind in made.kinds
     )
-    workload = rehearsing.load(100, method="full", micro_batches=4, schedule=schedule)
+    workload = rehearsing.load(100, method="full", micro_batches=4, schedule=schedule, dpo=dpo)
     replay = replay_of(replace(made, kinds=kinds), workload)
     fleet = Fleet(devices=(gpu(0), gpu(1)))
     times = LatencyModel(replay, [(place,) for place in range(4)])
     found = times.seconds_of([("vgpu:0", 0, 2), ("vgpu:1", 2, 4)], fleet)
     assert found is not None
-    # Four forward and four backward passes; AdamW reads weights, gradients and two states, and
-    # writes all but the gradients.
-    stage, update = 2 * 8 * 50, 2 * 7 * 1000
+    # Four forward and four backward passes, with DPO four more forward passes; AdamW reads weights,
+    # gradients and two states, and writes all but the gradients.
+    stage, update = 2 * (12 if dpo else 8) * 50, 2 * 7 * 1000
     assert [each.prefill_seconds for each in found.stages] == pytest.approx([stage + update] * 2)
     # In a pipeline of two stages four micro-batches take five times as long as one in a stage.
     rounds = 2 if schedule == "sequential" else 5 / 4

@@ -106,6 +106,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "chosen and rejected are equal": {"prompt": "q", "chosen": "good", "rejected": "good"},
     "not two answers after common": {"chosen": [USER, GOOD], "rejected": [MORE, GOOD]},
     "are not two answers": {"chosen": [USER, GOOD], "rejected": [USER, GOOD, MORE, BAD]},
+    "after common messages": {"chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, MORE, BAD]},
     "are not two texts": {"chosen": "good", "rejected": [USER, BAD]},
     "its keys are a; supported: ": {"a": 1, "rejected": "bad"},
     "'an answer' is not a list": {"messages": [USER], "chosen": 3, "rejected": 4},

@@ -49,7 +49,8 @@ def read_pair(row: Row) -> list[rows.RowContent]:
         raise rows.RowError("with equal answers", "chosen and rejected are equal")
     if isinstance(chosen, rows.Chat) and isinstance(rejected, rows.Chat):
         num_common = common_length(chosen.messages, rejected.messages)
-        if num_common in (0, len(chosen.messages), len(rejected.messages)):
+        parts = [it.messages[num_common:] for it in (chosen, rejected)]
+        if any(not part or part[0].role != "assistant" for part in parts):
             raise UsageError("chosen and rejected are not two answers after common messages")
         common = frozenset(range(num_common))
         return [replace(it, unweighted=it.unweighted | common) for it in (chosen, rejected)]
