@@ -37,15 +37,10 @@ class _Sequential(DPOTrainer):  # type: ignore[misc]
         return SequentialSampler(self.train_dataset)
 
 
-def measure(directory: Path) -> dict[str, Any]:
-    """Train for two epochs of three steps, evaluated on the first four pairs after each epoch."""
-    model_path = tuning.write_model("shallow", directory / "model")
-    lines = write_pairs(directory / "pairs.jsonl").read_text().splitlines()
-    pairs = Dataset.from_list([json.loads(line) for line in lines])
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    tokenizer.pad_token = tokenizer.eos_token
-    arguments = DPOConfig(
-        output_dir=str(directory / "run"),
+def _config(directory: Path) -> DPOConfig:
+    """The settings of test_preferences.py."""
+    return DPOConfig(
+        output_dir=str(directory),
         beta=0.1,
         per_device_train_batch_size=2,
         per_device_eval_batch_size=2,
@@ -61,9 +56,18 @@ def measure(directory: Path) -> dict[str, Any]:
         use_cpu=True,
         report_to=[],
     )
+
+
+def measure(directory: Path) -> dict[str, Any]:
+    """Train for two epochs of three steps, evaluated on the first four pairs after each epoch."""
+    model_path = tuning.write_model("shallow", directory / "model")
+    lines = write_pairs(directory / "pairs.jsonl").read_text().splitlines()
+    pairs = Dataset.from_list([json.loads(line) for line in lines])
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    tokenizer.pad_token = tokenizer.eos_token
     trainer = _Sequential(
         model=AutoModelForCausalLM.from_pretrained(model_path, dtype="float32"),
-        args=arguments,
+        args=_config(directory / "run"),
         train_dataset=pairs,
         eval_dataset=pairs.select(range(4)),
         processing_class=tokenizer,
@@ -74,14 +78,15 @@ def measure(directory: Path) -> dict[str, Any]:
             seed = zlib.crc32(name.removeprefix("base_model.model.").encode())
             generator = torch.Generator().manual_seed(seed)
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
-    eval_losses = [trainer.evaluate()["eval_loss"]]
+    before = trainer.evaluate()
     trainer.train()
     log = trainer.state.log_history
-    eval_losses += [entry["eval_loss"] for entry in log if "eval_loss" in entry]
+    evaluations = [before, *(entry for entry in log if "eval_loss" in entry)]
+    names = [f"eval_{name}" for name in _NAMES if name != "grad_norm"]
     packages = ("trl", "transformers", "peft", "torch")
     return {
         "versions": {name: version(name) for name in packages},
-        "eval_losses": eval_losses,
+        "evaluations": [{name: entry[name] for name in names} for entry in evaluations],
         "steps": [{name: entry[name] for name in _NAMES} for entry in log if "loss" in entry],
     }
 

@@ -138,7 +138,7 @@ class Case:
 class Trained:
     """What a process has seen and made of its part, and what ended it."""
 
-    eval_loss: float
+    evaluation: dict[str, float]
     reports: list[StepReport]
     parameters: dict[str, Tensor]
     error: str = ""
@@ -153,13 +153,13 @@ def train(model: Path, case: Case, rank: int = 0) -> Trained:
     trainer = Trainer(case.settings, layout, rank, part, NUM_STEPS)
     batches = make_batches(case.settings, case.lengths)
     steps = [batches[number] for number in range(batches.steps_per_epoch)]
-    eval_loss, reports, error = trainer.evaluate(steps), list[StepReport](), ""
+    evaluation, reports, error = trainer.evaluate(steps), list[StepReport](), ""
     try:
         reports.extend(trainer.step(number, step) for number, step in enumerate(steps))
     except (TrainingError, LostError) as stopped:
         error = f"{type(stopped).__name__}: {stopped}"
     parameters = {name: value.detach().cpu().clone() for name, value in part.trained.items()}
-    return Trained(eval_loss, reports, parameters, error)
+    return Trained(evaluation, reports, parameters, error)
 
 
 def train_all(model: Path, cases: dict[str, Case]) -> dict[str, Trained]:

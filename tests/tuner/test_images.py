@@ -280,5 +280,5 @@ def test_the_loss_is_that_of_the_original_code(
     trainer = Trainer(settings, Layout((plan,)), 0, part, 1)
     labels = ids.masked_fill(~torch.from_numpy(is_text), -100)
     expected = cross_entropy(values["image.logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    assert close(torch.tensor(trainer.evaluate([step])), expected)
+    assert close(torch.tensor(trainer.evaluate([step])["eval_loss"]), expected)
     assert close(torch.tensor(trainer.step(0, step).loss), expected)

@@ -76,15 +76,16 @@ def make_trainer(model: Path, **options: Any) -> tuple[Trainer, ModelPart]:
 def test_steps_are_those_of_trl(llama: Path, batches: Batches, alone: None) -> None:
     trainer, _ = make_trainer(llama)
     measured = [batches[0]]
-    eval_losses = [trainer.evaluate(measured)]
+    evaluations = [trainer.evaluate(measured)]
     for number, expected in enumerate(TRL["steps"]):
         report = trainer.step(number, batches[number])
         found = {"loss": report.loss, "grad_norm": report.grad_norm}
         found |= {f"rewards/{name}": value for name, value in report.rewards.items()}
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
         if number % 3 == 2:
-            eval_losses.append(trainer.evaluate(measured))
-    assert eval_losses == pytest.approx(TRL["eval_losses"], rel=1e-4)
+            evaluations.append(trainer.evaluate(measured))
+    for evaluation, expected in zip(evaluations, TRL["evaluations"], strict=True):
+        assert evaluation == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 def test_a_step_is_that_of_a_plain_loop(llama: Path, batches: Batches, alone: None) -> None:

@@ -93,8 +93,14 @@ def test_what_isnt_a_step_is_said(tmp_path: Path, layout: Layout) -> None:
 
 def test_rewards(tmp_path: Path, layout: Layout) -> None:
     rewards = {"chosen": 0.5, "rejected": -0.25, "accuracies": 0.875, "margins": 0.75}
-    lines = shown(tmp_path, steps(layout, range(1, 2), loss=0.5, rewards=rewards), num_steps=1)
-    assert lines == ["step 1/1  loss 0.5000  50 tokens/s  accuracy 88%  margin 0.7500"]
+    evaluated = {f"eval_rewards/{name}": value / 2 for name, value in rewards.items()}
+    metrics = steps(layout, range(1, 2), loss=0.5, rewards=rewards)
+    metrics.append({"step": 1, "eval_loss": 0.25, **evaluated})
+    assert shown(tmp_path, metrics, num_steps=1) == [
+        "step 1/1  loss 0.5000  50 tokens/s  accuracy 88%  margin 0.7500",
+        "step 1: evaluation loss 0.2500, accuracy 44%",
+    ]
+    assert _scalars(metrics[1]) == {"eval_loss": 0.25, **evaluated}
     scalars = _scalars(steps(layout, range(1, 2), rewards=rewards)[0])
     assert rewards.items() == {
         (name.removeprefix("rewards/"), value)

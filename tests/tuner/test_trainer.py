@@ -97,7 +97,7 @@ def test_dropout_is_drawn_by_seed_and_step(make: Make) -> None:
 def test_a_step_that_overflows_is_skipped(make: Make) -> None:
     trainer, part = make(dtype="float16")
     before = values(part)
-    expected = trainer.evaluate([step_of()])
+    expected = trainer.evaluate([step_of()])["eval_loss"]
     trainer.scale, trainer.steps_since_scaled = 2.0**60, 5
     report = trainer.step(0, step_of())
     assert report.is_skipped
@@ -208,7 +208,7 @@ def test_an_evaluation_is_the_mean_over_trained_tokens(
 ) -> None:
     trainer, part = make(micro_batch=micro_batch, lora_dropout=0.9)
     steps = [step_of(number, micro_batch=micro_batch) for number in range(2)]
-    assert trainer.evaluate(steps) == pytest.approx(mean_loss, rel=1e-5)
+    assert trainer.evaluate(steps) == pytest.approx({"eval_loss": mean_loss}, rel=1e-5)
     for name, parameter in part.trained.items():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -339,7 +339,7 @@ def test_processes_learn_what_one_does(
     parameters: dict[str, Tensor] = {}
     for process in together[name]:
         assert process.error == ""
-        assert process.eval_loss == pytest.approx(one.eval_loss, rel=1e-5)
+        assert process.evaluation == pytest.approx(one.evaluation, rel=1e-5)
         for report, expected in zip(process.reports, one.reports, strict=True):
             assert report.loss == pytest.approx(expected.loss, rel=1e-5)
             assert report.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)

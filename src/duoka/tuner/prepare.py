@@ -260,8 +260,7 @@ def _check_plan(plan: Plan, checkpoint: Checkpoint, settings: TuneSettings) -> P
     assert needed is not None, "the settings are for training"
     size = 2 if settings.dpo else 1
     if planned.batch % size:
-        problem = f"the plan has micro-batches of {planned.batch}, and a pair is 2 sequences"
-        raise UsageError(problem, hint="create a plan with --dpo")
+        raise UsageError("the plan has odd micro-batches, not pairs", hint="plan with --dpo")
     fixed: dict[str, tuple[object, object]] = {
         "train": (training.method, needed.method),
         "batch": (training.micro_batches * planned.batch // size, settings.batch),

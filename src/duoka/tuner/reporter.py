@@ -71,6 +71,8 @@ class RunReporter:
             tracker.log(scalars, step)
         if "eval_loss" in metrics:
             text = f"step {step}: evaluation loss {metrics['eval_loss']:.4f}"
+            if "eval_rewards/accuracies" in metrics:
+                text += f", accuracy {metrics['eval_rewards/accuracies']:.0%}"
             self.say("\n\n".join(filter(None, [text, scalars.get("samples")])))
             self._directory.write_answers()
             return
@@ -100,7 +102,8 @@ class RunReporter:
 
 def _scalars(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values for trackers, by name: numbers, and the text of samples."""
-    scalars = {name: metrics[name] for name in _SCALARS if name in metrics}
+    names = [name for name in metrics if name in _SCALARS or name.startswith("eval_rewards/")]
+    scalars = {name: metrics[name] for name in names}
     scalars |= {f"rewards/{name}": value for name, value in metrics.get("rewards", {}).items()}
     for sample in metrics.get("samples", ()):
         text = printable(f"> {sample['prompt']}\n\n{sample['answer']}")

@@ -32,8 +32,7 @@ from .learning_rate import Decay, rate_factor
 TuneMethod = Literal["lora", "qlora", "full"]
 TrainOn = Literal["all", "last"]
 LongChats = Literal["truncate", "refuse"]
-_ANSWERS = ("chosen", "rejected")
-_CONTEXT = ("system", "history", "tools", "images", *_ANSWERS)  # may be named alone
+_CONTEXT = ("system", "history", "tools", "images", "chosen", "rejected")  # may be named alone
 COLUMNS = ("prompt", "query", "response", "messages", "text", *_CONTEXT)
 """Roles of columns."""
 TRACKERS = ("tensorboard", "wandb", "swanlab")
@@ -221,7 +220,7 @@ class TuneSettings:
         if self.dpo and (self.method == "full" or self.packing):
             problem = "DPO needs adapters (the reference is the model without them) and no packing"
             raise UsageError(problem, hint="use the method lora or qlora, without packing")
-        if not self.dpo and not self.columns.keys().isdisjoint(_ANSWERS):
+        if not self.dpo and self.columns.keys() & {"chosen", "rejected"}:
             raise UsageError("columns names answers of pairs, which are for DPO", hint="add --dpo")
         if self.batch % self.micro_batch:
             raise UsageError(

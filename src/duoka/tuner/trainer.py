@@ -28,7 +28,7 @@ from .part import Batch, ModelPart
 from .preferences import REWARDS, as_reference, preference_loss
 from .settings import TuneSettings
 
-# Calls the model with a micro-batch, given with its index, and returns the last stage's result.
+# Calls the model with a micro-batch, by its index, and returns the result of the last stage.
 Compute = Callable[[int, Batch, torch.device], Tensor]
 
 # Loss scaling for float16: the defaults of torch.amp.GradScaler.
@@ -172,14 +172,17 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def evaluate(self, steps: Sequence[OptimizerStep]) -> float:
-        """Return the mean loss of all steps' trained tokens, or pairs, without training."""
+    def evaluate(self, steps: Sequence[OptimizerStep]) -> dict[str, float]:
+        """Return the mean loss of all steps' tokens or pairs, and rewards, without training."""
         total = sum(it.num_losses for step in steps for it in step.micro_batches)
         self._part.model.eval()
         shares = (step.of_replica(self._replica, len(self._layout.plans)) for step in steps)
-        losses = [loss for share in shares for loss in self._run(share, total)[0]]
+        results = [self._run(share, total) for share in shares]
         self._part.model.train()
-        return float(_gather([sum(losses)])[:, 0].sum())
+        rewards = zip(*(rewards for _, rewards, _ in results), strict=True)
+        values = sum(sum(losses) for losses, _, _ in results), *map(sum, rewards)
+        names = "eval_loss", *(f"eval_rewards/{name}" for name in REWARDS)
+        return dict(zip(names, _gather(values).sum(dim=0).tolist(), strict=False))
 
     # There is no KV cache: each token takes an evaluation's pass over the whole row, whose memory
     # is in the plan. In a causal model the tokens after a position don't change its logits.
@@ -251,8 +254,8 @@ class Trainer:
     ) -> tuple[list[Tensor], float]:
         """Run this process's passes for micro-batches, with backward passes if `learns`.
 
-        Returns the results of `compute`, called with the index of a micro-batch, in the process of
-        the last stage, and the seconds spent waiting for other stages.
+        Returns the results of `compute` in the process of the last stage, and the seconds spent
+        waiting for other stages.
         """
         part = self._part
         batches: list[Batch] = [part.inputs(micro_batch) for micro_batch in micro_batches]

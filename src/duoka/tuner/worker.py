@@ -233,8 +233,7 @@ class _Worker:
 
     def _evaluate(self, step: int) -> None:
         """Compute loss and answers of an evaluation; the first process reports both."""
-        loss = self._trainer.evaluate(self._eval_steps)
-        entry: dict[str, Any] = {"step": step, "eval_loss": loss}
+        entry: dict[str, Any] = {"step": step, **self._trainer.evaluate(self._eval_steps)}
         if (path := self._directory.eval_prompts).is_file():
             chat = chat_of(self._directory.read().checkpoint())
             entry["samples"] = self._trainer.answer(Dataset.load(path), chat)
