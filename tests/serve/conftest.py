@@ -16,7 +16,7 @@ from tuning import write_model
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model that talks in bytes."""
-    return write_model("shallow", tmp_path_factory.mktemp("served") / "llama")
+    return write_model("llama", tmp_path_factory.mktemp("served") / "llama")
 
 
 @pytest.fixture(scope="session")
