@@ -45,6 +45,20 @@ def test_what_is_null_or_empty_is_absent_whatever_its_name(path: str) -> None:
         assert (asked.prompt, asked.params) == (plain.prompt, plain.params)
 
 
+def test_a_thread_can_begin_but_not_go_on() -> None:
+    """Its later requests have the new messages only."""
+    body = {"model": "", "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]}
+    begun = ask_of(MESSAGES, body | {"thread": {"type": "create"}}).prompt
+    assert begun == ask_of(MESSAGES, body).prompt
+    app, _ = scripted.app_of(scripted.begun(), scripted.ended())
+    thread = {"type": "continue", "previous_message_id": "msg_1"}
+    (refused,) = scripted.post(app, MESSAGES, body | {"thread": thread})
+    error = refused.json()["error"]
+    assert refused.status_code == 400
+    assert "send all messages" in error["message"]
+    assert error["details"] == {"error_code": "thread_unsupported_request"}
+
+
 def test_hints_within_messages_and_tools_have_no_effect() -> None:
     marked = {"cache_control": {"type": "ephemeral"}, "prompt_cache_breakpoint": {"mode": "x"}}
     tool = {"name": "f", "parameters": {"type": "object"}}

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field
 
 from duoka.base.prompt_settings import PromptSettings
 
-from .errors import HttpError
+from .errors import NO_THREADS, HttpError
 from .forms import Effort, Form, PromptFields, drop_none
 from .message_answer import MessageAnswer
 from .messages import Prompt, Turn
@@ -196,6 +196,12 @@ def _drop_billing(blocks: list[TextBlock]) -> list[TextBlock]:
     return [block for block in blocks if not block.text.startswith("x-anthropic-billing-header:")]
 
 
+class Thread(Form, extra="ignore"):
+    """A stored conversation to begin or to continue; beginning one has no effect."""
+
+    type: str = "create"
+
+
 class CountTokensRequest(PromptFields):
     """``POST /v1/messages/count_tokens``."""
 
@@ -205,9 +211,13 @@ class CountTokensRequest(PromptFields):
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice = AnthropicToolChoice()
     output_config: OutputConfig = OutputConfig()
+    thread: Thread = Thread()
 
     def to_prompt(self) -> Prompt:
         """Convert the request to a prompt."""
+        if self.thread.type != "create":
+            text = "no conversation is stored to continue a thread: send all messages"
+            raise HttpError(400, text, code=NO_THREADS, param="thread")
         choice, tools = self.tool_choice, [tool.to_chat_tool() for tool in self.tools or ()]
         mode: Any = choice.mode
         usable = choose_tools(tools, mode if choice.name is None else choice)

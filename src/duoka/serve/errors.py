@@ -20,6 +20,8 @@ CLOSED = 499
 """The status, as in nginx, of a request whose client has disconnected; only for metrics and log."""
 VERSION_HEADER = "anthropic-version"
 """The header by which the routes of models tell Anthropic's clients from others."""
+NO_THREADS = "thread_unsupported_request"
+"""Anthropic's code of a refused thread; its clients then send the whole conversation."""
 
 # Limits of texts and field names in an error, which may quote the request.
 _MOST_CHARACTERS, _MOST_PARAM_CHARACTERS = 1500, 200
@@ -75,7 +77,10 @@ class HttpError(Exception):
     def anthropic_body(self) -> dict[str, Any]:
         """The body in Anthropic's format."""
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
-        return {"type": "error", "error": {"type": kind, "message": self.text}}
+        error: dict[str, Any] = {"type": kind, "message": self.text}
+        if self.code == NO_THREADS:
+            error["details"] = {"error_code": self.code}
+        return {"type": "error", "error": error}
 
     def body_for(self, path: str, headers: Mapping[str, str]) -> dict[str, Any]:
         """Return the body in the format of the API to which a request belongs."""
