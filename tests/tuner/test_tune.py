@@ -370,7 +370,7 @@ def test_out_of_memory_in_one_process_ends_all(
     tmp_path: Path, run: Any, own_workspaces: None
 ) -> None:
     path = tmp_path / "run"
-    run("run", "virtual:2x64MiB", epochs=1, micro_batch=8)
+    run("run", "virtual:2x64MiB", family="llama", epochs=1, micro_batch=8)
     content = json.loads((path / "run.json").read_text())
     content["settings"]["epochs"] = 2
     for device in content["plans"][0]["fleet"]["devices"]:
