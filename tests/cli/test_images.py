@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -182,3 +183,19 @@ def test_training_with_images_is_planned_and_checked_alike(program: Program, glm
     refused = program("plan", *asked, "--images", "1", "--vision-batch", "1")
     assert refused.returncode == 2
     assert "vision_batch is 1, which is not supported in training" in refused.stderr
+
+
+@pytest.mark.slow
+def test_the_tower_is_trained_if_asked(program: Program, glm4v: Path) -> None:
+    asked = (glm4v, "--train", "lora", "--gpus", "virtual:2x64MiB", "--context", "128")
+    asked = (*asked, "--images", "1", "--image-size", "56x56")
+    gradients = []
+    for tower in ((), ("--train-vision",)):
+        checked = program("check", *asked, *tower)
+        assert checked.returncode == 0, checked.stdout
+        planned = json.loads(program("plan", *asked, *tower, "--json").stdout)
+        gradients.append(sum(it["gradient_bytes"] for it in planned["forecast"]["devices"]))
+    assert gradients[0] < gradients[1]
+    without = program("plan", *asked[:-4], "--train-vision")
+    assert without.returncode == 2
+    assert "train_vision is for images" in without.stderr
