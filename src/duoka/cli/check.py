@@ -213,8 +213,8 @@ def _check_arguments(
         plan, _ = planning.find_plan(model, options)
         checkpoint = planning.open_checkpoint(replace(model, model=model.model or plan.source))
         return {"model": checkpoint, "placement": plan, "workload": plan.workload}
-    if training is not None:
-        planning.read_workload(options, training)  # refuses the options that `duoka plan` refuses
+    if training is not None:  # refuses the options that `duoka plan` refuses; images come later
+        planning.read_workload(options, replace(training, train_vision=False))
     device_map, gpus = planning.read_device_map(options), options.gpus or planning.ALL_GPUS
     planning.read_fleet(gpus)
     checkpoint = planning.open_checkpoint(model)
