@@ -104,6 +104,11 @@ FORMS: dict[str, tuple[dict[str, Any], list[tuple[str, list[str]]]]] = {
         {"query": "b", "response": "y", "history": [["<image>a", "y"]], "images": [R]},
         [("a", [R]), ("b", [])],
     ),
+    "LLaMA-Factory, v1": (
+        {"messages": [user([{"type": "image_url", "value": R}, {"type": "text", "value": "a"}]),
+                      ANSWER]},
+        [("a", [R])],
+    ),
     "LLaVA": (
         {"id": "7", "image": R, "conversations": [
             {"from": "human", "value": "<image>\na"}, {"from": "gpt", "value": "y"}]},
@@ -203,16 +208,24 @@ def test_models_without_pictures_refuse_them(
         read({"messages": [user("a"), ANSWER], "images": [R]}, chat=chat)
 
 
-@pytest.mark.parametrize("form", ["file", "url", "bytes", "feature", "feature of a file"])
-def test_what_is_kept_of_a_picture(form: str, photos: Path) -> None:
+@pytest.mark.parametrize(
+    "form",
+    ["file", "file beside the program", "url", "bytes", "feature", "feature of a file"],
+)
+def test_what_is_kept_of_a_picture(
+    form: str, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(photos)
+    directory = photos / "elsewhere" if form == "file beside the program" else photos
     value: Any = {
         "file": "red.png",
+        "file beside the program": "red.png",
         "url": {"url": data_url("red")},
         "bytes": content("red"),
         "feature": {"bytes": content("red"), "path": "elsewhere.png"},
         "feature of a file": {"bytes": None, "path": str(photos / "red.png")},
     }[form]
-    reference, image = read_data_image(value, photos)
+    reference, image = read_data_image(value, directory)
     assert image_size(reference) == image.size == SIZES["red"]
     assert open_image(reference).tobytes() == image.tobytes()
     Image.new("RGB", (1, 1)).save(photos / "red.png")

@@ -59,6 +59,7 @@ CHATS: dict[str, dict[str, Any]] = {
     "Intel's Orca": {"question": "q", "system": "", "chosen": "good", "rejected": "bad"},
     "ms-swift": {"messages": [USER, GOOD], "rejected_response": "bad"},
     "ms-swift, messages": {"messages": [USER, GOOD], "rejected_messages": [USER, BAD]},
+    "LLaMA-Factory, v1": {"chosen_messages": [USER, GOOD], "rejected_messages": [USER, BAD]},
     "ms-swift, a question": {"query": "q", "response": "good", "rejected_response": "bad"},
     "ChatGLM-6B": {"prompt": "q", "response": "good", "rejected": "bad"},
     "a table": {

@@ -82,15 +82,18 @@ def _split_message(message: Any) -> tuple[Any, list[Any] | None]:
 def _image_of(part: Any) -> list[Any] | None:
     """Return the image in a part of a content, if it is stated there; None for another part."""
     fields = part if isinstance(part, Mapping) else {}
-    stated = [fields[name] for name in _PART_KEYS if fields.get(name) is not None]
-    return stated[:1] if stated or "image" in str(fields.get("type")) else None
+    is_image = "image" in str(fields.get("type"))
+    names = (*_PART_KEYS, "value") if is_image else _PART_KEYS
+    stated = [fields[name] for name in names if fields.get(name) is not None]
+    return stated[:1] if stated or is_image else None
 
 
 def read_data_image(value: Any, directory: Path) -> tuple[bytes, Image]:
     """Read an image as written in a row; return its reference and the image.
 
-    The value is a path, relative to `directory`, a data: URL, or bytes; or a mapping with one of
-    these, as in OpenAI's ``image_url`` and the image feature of Hugging Face's datasets.
+    The value is a path, relative to `directory` or to the working directory, a data: URL, or bytes;
+    or a mapping with one of these, as in OpenAI's ``image_url`` and the image feature of Hugging
+    Face's datasets.
     """
     while isinstance(value, Mapping):
         stated = [value[key] for key in _VALUES if value.get(key) is not None]
@@ -105,7 +108,8 @@ def read_data_image(value: Any, directory: Path) -> tuple[bytes, Image]:
             raise UsageError(
                 f"an image is at {value[:60]!r}, and training downloads none; {_KNOWN}"
             )
-        path = Path.cwd() / directory / value
+        places = [Path.cwd() / directory / value, Path.cwd() / value]
+        path = next((place for place in places if place.exists()), places[0])
         content = read_content(path)
         image, stored = decode_image(content, value), os.fsencode(path)
     else:

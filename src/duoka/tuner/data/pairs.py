@@ -5,7 +5,8 @@ The forms are those of TRL, LLaMA-Factory and ms-swift:
 - ``chosen`` and ``rejected``: answers to a conversation (``prompt``, ``messages`` or
   ``conversations``) or to a question, as texts or messages; or whole conversations or texts, whose
   common beginning is the prompt
-- ``rejected_response`` or ``rejected_messages`` beside a row of any form with the chosen answer
+- ``rejected_response`` or ``rejected_messages`` beside a row of any form with the chosen answer, or
+  beside ``chosen_messages``
 
 A row is split into two, with one answer each, which `rows` reads with its forms and options.
 """
@@ -67,12 +68,14 @@ def read_pair(row: Row) -> list[rows.RowContent]:
 def _split(row: Row) -> tuple[Row, Row]:
     """Split a row into one with the chosen and one with the rejected answer."""
     fields = {key: value for key, value in row.items() if not rows.is_preference(key)}
-    chosen, rejected = row.get("chosen"), row.get("rejected") or row.get("rejected_response")
+    chosen = row.get("chosen") or row.get("chosen_messages")
+    rejected = row.get("rejected") or row.get("rejected_response")
+    with_chosen = _with_answer(fields, chosen) if chosen else fields
     if row.get("rejected_messages"):
-        return fields, {**_context(fields), "messages": row["rejected_messages"]}
+        return with_chosen, {**_context(fields), "messages": row["rejected_messages"]}
     if not rejected:
         raise rows.RowError("without a pair", f"it has no pair of answers: {_KEYS}")
-    return _with_answer(fields, chosen) if chosen else fields, _with_answer(fields, rejected)
+    return with_chosen, _with_answer(fields, rejected)
 
 
 def _with_answer(fields: Row, answer: Any) -> Row:
