@@ -40,6 +40,11 @@ def test_images_reach_a_tower() -> None:
         "model.vision_tower.post_layernorm",
     ]
     prepare_for_training(model, replace(WORK, images=1, image_size=(56, 56)))
+    assert not any("vision" in name for name, it in model.named_parameters() if it.requires_grad)
+    model = towers.build("llava")
+    assert WORK.training is not None
+    training = replace(WORK.training, train_vision=True)
+    prepare_for_training(model, replace(WORK, images=1, image_size=(56, 56), training=training))
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert any("vision_tower.encoder.layers.0" in name for name in trained)
     assert not any("vision_tower.encoder.layers.1" in name for name in trained)

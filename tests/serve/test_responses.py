@@ -105,6 +105,7 @@ def test_a_response_shows_the_values_that_were_used() -> None:
     }
     answer, _ = respond([begun(), ended()], input="a", text={"verbosity": "low"}, **given)
     shown = answer.model_dump(exclude_unset=True)
+    given["tools"] = [{**TOOL, "description": None}]
     assert {name: shown[name] for name in given} == given
     assert answer.text.format.type == "text"
 

@@ -38,7 +38,7 @@ def train(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> Train
             if losses:
                 directory.eval_samples.write_bytes(directory.samples.read_bytes())
         measured = iter(losses)
-        monkeypatch.setattr(Trainer, "evaluate", lambda self, steps: next(measured))
+        monkeypatch.setattr(Trainer, "evaluate", lambda self, steps: {"eval_loss": next(measured)})
         with tuning.one_process(monkeypatch):
             return resume(directory)
 

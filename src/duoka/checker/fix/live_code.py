@@ -48,9 +48,13 @@ def live_functions() -> LiveFunctions:
     This takes a tenth of a second; call it once per model.
     """
     by_file: dict[str, list[FunctionType]] = defaultdict(list)
+    num_frozen = gc.get_freeze_count()
+    gc.unfreeze()  # `get_objects` leaves out objects that `gc.freeze` excluded from collection
     for value in gc.get_objects():
         if type(value) is FunctionType and value.__code__.co_name not in COMPREHENSIONS:
             by_file[value.__code__.co_filename].append(value)
+    if num_frozen:
+        gc.freeze()
     return by_file
 
 
