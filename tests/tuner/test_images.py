@@ -283,3 +283,14 @@ def test_the_loss_is_that_of_the_original_code(
     expected = cross_entropy(values["image.logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     assert close(torch.tensor(trainer.evaluate([step])["eval_loss"]), expected)
     assert close(torch.tensor(trainer.step(0, step).loss), expected)
+
+
+def test_an_answer_has_no_image_tokens() -> None:
+    """Code of models counts image tokens, of which each needs features."""
+    logits = torch.tensor([[[0.0, 1.0, 3.0, 2.0], [5.0, 0.0, 0.0, 0.0]]])
+    model = SimpleNamespace(config=SimpleNamespace(image_token_id=2))
+    part: Any = SimpleNamespace(model=model, _call=lambda *_: SimpleNamespace(logits=logits))
+    batch = {"labels": torch.tensor([[-100, 7]])}
+    assert ModelPart.next_token(part, batch, torch.device("cpu")) == 3
+    model.config.image_token_id = None
+    assert ModelPart.next_token(part, batch, torch.device("cpu")) == 2

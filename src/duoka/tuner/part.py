@@ -153,8 +153,11 @@ class ModelPart:
     def next_token(self, batch: Batch, device: torch.device) -> Tensor:
         """Call the model on a row; return the most probable token in place of the first label."""
         at = int(batch["labels"].ge(0).int().argmax())
-        logits: Tensor = self._call(self.model, batch, device).logits
-        return logits[:, at - 1 : at].argmax()
+        logits: Tensor = self._call(self.model, batch, device).logits[:, at - 1 : at].clone()
+        image = image_token_id(self.model.config)
+        if image is not None:
+            logits[..., image] = -torch.inf  # there are no features for another image token
+        return logits.argmax()
 
     def route(self, batch: Batch) -> Route:
         """Return the route of batches of this form: the tensors sent between stages; cached."""
