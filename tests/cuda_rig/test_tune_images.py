@@ -30,9 +30,10 @@ def _processes_have_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ("family", "gpus", "trains_vision"),
     [
         ("glm-4v", "0", False),
-        ("glm-4v", "0,1", True),
+        # Not GLM-4V's tower, which has a convolution behind trained layers: see README.md.
+        ("llava", "0,1", True),
+        pytest.param("glm-4v", "0,1", False, marks=pytest.mark.slow),
         pytest.param("glm-4v", "0,1,2", False, marks=pytest.mark.slow),
-        pytest.param("llava", "0,1", False, marks=pytest.mark.slow),
         pytest.param("qwen2_vl", "0,1", False, marks=pytest.mark.slow),
     ],
 )
