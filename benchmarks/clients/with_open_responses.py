@@ -104,7 +104,8 @@ def tool_calling() -> None:
     response = post(**asked).json()
     verify(response)
     (call,) = response["output"]
-    assert json.loads(call["arguments"]) == {"location": "San Francisco, CA"}
+    # The schema allows further properties, which a random model writes.
+    assert json.loads(call["arguments"])["location"] == "San Francisco, CA"
     events = events_of(post(**asked, stream=True))
     kinds = [event["type"] for event in events]
     for kind in ("output_item.added", "function_call_arguments.delta",
