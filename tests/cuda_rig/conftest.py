@@ -11,6 +11,7 @@ import gc
 import os
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,15 @@ with quiet_libraries():  # by itself it starts CUDA where torchao is installed
     import transformers.modeling_utils  # noqa: F401
 
 _IS_RIG = hasattr(ctypes.CDLL(None), "rig_restart")
+
+
+@pytest.fixture
+def processes_have_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In started processes too, code that looks at masks and positions sees them."""
+    (tmp_path / "sitecustomize.py").write_text("import values; values.values().__enter__()")
+    here = Path(__file__).parent
+    paths = [tmp_path, here, here.parent, os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
 
 
 def _compute_in_engine(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:

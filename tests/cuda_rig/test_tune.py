@@ -20,16 +20,10 @@ from duoka.tuner import worker
 from duoka.tuner.run import RunDirectory
 from duoka.tuner.tune import TuneResult, resume
 
-pytestmark = pytest.mark.cuda_rig(gpus="1GiB,1GiB")
-
-
-@pytest.fixture(autouse=True)
-def _processes_have_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the processes too, code that looks at masks and positions sees them."""
-    (tmp_path / "sitecustomize.py").write_text("import values; values.values().__enter__()")
-    here = Path(__file__).parent
-    paths = [tmp_path, here, here.parent, os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
+pytestmark = [
+    pytest.mark.cuda_rig(gpus="1GiB,1GiB"),
+    pytest.mark.usefixtures("processes_have_values"),
+]
 
 
 def run(path: Path, family: str, replicas: int = 1, **settings: Any) -> TuneResult:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,11 @@ from PIL import Image
 import duoka
 from duoka import TuneSettings
 
-pytestmark = pytest.mark.cuda_rig(gpus="1GiB,1GiB,1GiB")
+pytestmark = [
+    pytest.mark.cuda_rig(gpus="1GiB,1GiB,1GiB"),
+    pytest.mark.usefixtures("processes_have_values"),
+]
 _PIXELS = 56
-
-
-@pytest.fixture(autouse=True)
-def _processes_have_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the processes too, code that looks at masks and positions sees them."""
-    (tmp_path / "sitecustomize.py").write_text("import values; values.values().__enter__()")
-    here = Path(__file__).parent
-    paths = [tmp_path, here, here.parent, os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 from duoka.base.text import choose
 from duoka.errors import UsageError
 from duoka.forecast.workload import METHODS, OPTIMIZERS, SCHEDULES, Training
+from duoka.planner.command_line import DEFAULT_BATCH
 
 from .groups import OptionGroup, all_but, flag, is_given, option
 from .options import PlanOptions
@@ -18,7 +19,6 @@ PANEL = "Training"
 TRAIN_METHODS = "lora", "qlora", "full"
 _train = partial(option, panel=PANEL)
 _train_flag = partial(flag, panel=PANEL)
-_BATCH = 8  # sequences per optimizer step, as `TuneSettings`
 
 
 def complete_arguments(arguments: Sequence[str]) -> list[str]:
@@ -137,7 +137,7 @@ class TrainingOptions(OptionGroup):
             self.refuse("micro_batch", "dpo", beside="--max-batch", hint="give only one of them")
             return training, options
         micro_batch = self.micro_batch or 1
-        batch = options.batch or _BATCH
+        batch = options.batch or DEFAULT_BATCH
         if batch % micro_batch:
             raise UsageError(
                 f"a batch of {batch} is not divisible into micro-batches of {micro_batch}",

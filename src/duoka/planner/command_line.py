@@ -17,7 +17,8 @@ from .request import PlanRequest
 _USUAL = Workload()
 # The defaults of `duoka plan --train`; those of the Python API are for loops of the user.
 _USUAL_TRAINING = Training(schedule="1f1b")
-_USUAL_BATCH = 8  # sequences per optimizer step
+DEFAULT_BATCH = 8
+"""Sequences of an optimizer step."""
 Options = dict[str, tuple[str, ...]]
 """The arguments of each option, its name included, by the option's name."""
 
@@ -73,7 +74,7 @@ def _option_values(request: PlanRequest) -> Iterator[tuple[str, object, object]]
     yield "--max-batch", request.largest == "batch", False
     if request.largest != "batch" and training is not None:
         micro_batch = workload.batch // 2 if training.dpo else workload.batch
-        yield "--batch", micro_batch * training.micro_batches, _USUAL_BATCH
+        yield "--batch", micro_batch * training.micro_batches, DEFAULT_BATCH
         yield "--micro-batch", micro_batch, 1
     elif request.largest != "batch":
         batch = ("--sequences", None) if is_served else ("--batch", _USUAL.batch)

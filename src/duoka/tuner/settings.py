@@ -25,6 +25,7 @@ from duoka.forecast.workload import (
     whole_number,
 )
 from duoka.models.lora import LoraAdapter
+from duoka.planner.command_line import DEFAULT_BATCH
 from duoka.planner.constraints import Experts
 
 from .learning_rate import Decay, rate_factor
@@ -166,7 +167,7 @@ class TuneSettings:
     method: TuneMethod = "lora"
     dpo: bool = False
     dpo_beta: float = 0.1
-    batch: int = 8
+    batch: int = DEFAULT_BATCH
     micro_batch: int = 1
     epochs: int = 1
     steps: int | None = None
