@@ -53,7 +53,7 @@ def shape(page: str) -> dict[str, list[object]]:
         "headings": [level for level, _ in headings(path)],
         "rows": re.findall(r"^ *\|", prose, re.MULTILINE),
         "code": sorted({re.sub(r"\s+", " ", code) for code in re.findall(r"`[^`]+`", prose)}),
-        "blocks": [re.sub(r" +#.*|\s+", " ", block) for block in _FENCE.findall(text)],
+        "blocks": [re.sub(r"(?<=\s)#.*|\s+", " ", block) for block in _FENCE.findall(text)],
         "marks": re.findall(r"<!--.*?-->", text),
         "numbers": sorted(set(re.findall(r"\d+(?:[.,]\d+)*", words))),
         "links": sorted(links, key=str),
