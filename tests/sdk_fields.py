@@ -1,7 +1,7 @@
 """The fields of the official clients' parameter types that the server refuses.
 
-``python tests/sdk_fields.py`` writes the table of refusals in docs/serving.md anew; a new version
-of a client shows as a difference.
+``python tests/sdk_fields.py`` writes the table of refusals in docs/serving.md and its Chinese twin
+anew; a new version of a client shows as a difference.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from duoka.serve.requests import ChatCompletionRequest, CompletionRequest
 from duoka.serve.responses import InputTokensRequest, ResponsesRequest
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGES = "serving.md", "serving.zh-CN.md"
+_CHINESE = {"| field | refused | API |": "| 字段 | 拒绝的值 | API |", "| any value |": "| 任何值 |"}
 HI = [{"role": "user", "content": "hi"}]
 # For each path: the parameters' type, the server's form of it, and the smallest body.
 FORMS: dict[str, tuple[type[Any], type[BaseModel], dict[str, Any]]] = {
@@ -151,7 +153,7 @@ def all_refusals() -> dict[tuple[str, str], list[str]]:
     return table
 
 
-def write_table() -> str:
+def write_table(page: str = PAGES[0]) -> str:
     """The table of refusals in Markdown."""
     rows: dict[tuple[str, str], list[str]] = {}
     for (path, api), values in all_refusals().items():
@@ -159,10 +161,13 @@ def write_table() -> str:
         rows.setdefault((path, text), []).append(api)
     lines = ["| field | refused | API |", "|---|---|---|"]
     lines += [f"| `{path}` | {text} | {', '.join(apis)} |" for (path, text), apis in rows.items()]
-    return "\n".join(lines) + "\n"
+    table = "\n".join(lines) + "\n"
+    for english, chinese in _CHINESE.items() if page.endswith(".zh-CN.md") else ():
+        table = table.replace(english, chinese)
+    return table
 
 
-_TABLE = re.compile(r"\| field \| refused \| API \|\n(?:\|.*\n)+")
+_TABLE = re.compile(r"\| (?:field|字段) \| [^|]+ \| API \|\n(?:\|.*\n)+")
 
 
 def table_in(text: str) -> str:
@@ -171,5 +176,6 @@ def table_in(text: str) -> str:
 
 
 if __name__ == "__main__":
-    page = DOCS / "serving.md"
-    page.write_text(_TABLE.sub(lambda _: write_table(), page.read_text()))
+    for name in PAGES:
+        page, table = DOCS / name, write_table(name)
+        page.write_text(_TABLE.sub(lambda _, table=table: table, page.read_text()))

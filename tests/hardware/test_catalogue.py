@@ -103,8 +103,9 @@ def test_every_card_has_its_sources(card: Card) -> None:
         assert re.fullmatch(r"github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", card.usable_seen)
 
 
-def test_the_documentation_lists_every_card() -> None:
-    page = (ROOT / "docs" / "gpus.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["gpus.md", "gpus.zh-CN.md"])
+def test_the_documentation_lists_every_card(name: str) -> None:
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
     rows = [
         f"| {card.name} | {', '.join(card.aliases)} | {card.usable_gib:g} "
         f"| {card.bandwidth_gb_per_second:g} | {card.speeds['flops_per_second'] / 1e12:g} |"

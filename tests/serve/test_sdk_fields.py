@@ -14,13 +14,14 @@ from typing_extensions import TypedDict
 from duoka.serve.forms import HINTS, Form
 
 
-def test_the_table_of_refusals_is_that_of_the_clients() -> None:
-    page = (sdk_fields.DOCS / "serving.md").read_text(encoding="utf-8")
-    assert sdk_fields.table_in(page) == sdk_fields.write_table(), (
+@pytest.mark.parametrize("name", sdk_fields.PAGES)
+def test_the_table_of_refusals_is_that_of_the_clients(name: str) -> None:
+    page = (sdk_fields.DOCS / name).read_text(encoding="utf-8")
+    assert sdk_fields.table_in(page) == sdk_fields.write_table(name), (
         "a client has other fields: take them, or run python tests/sdk_fields.py"
     )
-    for name in HINTS:
-        assert f"`{name}`" in page, name
+    for hint in HINTS:
+        assert f"`{hint}`" in page, hint
 
 
 @pytest.mark.parametrize("path", sdk_fields.FORMS)
