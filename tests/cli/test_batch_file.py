@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,6 @@ def test_every_prompt_is_answered_as_by_itself(
         assert answers[number]["new_tokens"] == answer["new_tokens"]
 
 
-@pytest.mark.skipif(find_spec("llguidance") is None, reason="needs llguidance")
 def test_a_line_can_ask_for_its_own_form(model: Path, program: Program, tmp_path: Path) -> None:
     form = {"type": "regex", "regex": "yes|no"}
     rows = [{"prompt": PROMPTS[0], "response_format": form}, {"prompt": PROMPTS[1], "stop": ["\n"]}]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from duoka.errors import UsageError
 from duoka.models.text.messages import ChatMessage
 
 DEFAULTS = SamplingParams(temperature=0.5, top_k=7)
-grammars = pytest.mark.skipif(find_spec("llguidance") is None, reason="needs llguidance")
 
 
 def read(path: Path, *rows: Any) -> list[BatchPrompt]:
@@ -41,7 +39,6 @@ def test_a_line_has_parameters_of_its_own(tmp_path: Path) -> None:
     assert third.sampling(DEFAULTS) == DEFAULTS
 
 
-@grammars
 def test_a_line_has_a_grammar(tmp_path: Path) -> None:
     form = {"type": "regex", "regex": "[0-9]+"}
     first, second = read(

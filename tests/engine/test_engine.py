@@ -10,7 +10,6 @@ import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -27,7 +26,6 @@ from duoka.engine.detokenizer import Detokenizer
 from duoka.errors import DuokaError, UsageError
 from duoka.models.text.messages import ChatMessage
 
-grammars = pytest.mark.skipif(find_spec("llguidance") is None, reason="needs llguidance")
 WORK = duoka.Workload(batch=4, prompt_tokens=64, new_tokens=16, dtype="float32")
 
 
@@ -244,7 +242,6 @@ def test_preempted_answers_are_those_of_an_engine_with_room(
         assert other.shared_tokens < other.prompt_tokens
 
 
-@grammars
 def test_a_preempted_answer_fits_its_grammar(model: Path) -> None:
     work = replace(WORK, cache="paged", prefill_chunk_tokens=24, pages=7)
     pattern = "([a-d]{3}-){12}"
@@ -266,7 +263,6 @@ def test_white_space_at_the_ends_of_a_continuation_stays(engine: Engine) -> None
 # ── grammars ──
 
 
-@grammars
 def test_answers_fit_their_grammars_in_any_company(engine: Engine) -> None:
     plain = SamplingParams(temperature=1.0, seed=3, max_new_tokens=9)
     alone = engine.submit("How?", plain).result()
@@ -289,7 +285,6 @@ def test_answers_fit_their_grammars_in_any_company(engine: Engine) -> None:
     assert ids(company.result()) == ids(alone)
 
 
-@grammars
 @pytest.mark.parametrize(
     ("pattern", "options", "text", "finish"),
     [
@@ -316,7 +311,6 @@ def test_a_grammar_beside_other_parameters(
     assert re.fullmatch(text, answer.text)
 
 
-@grammars
 def test_what_a_model_says_before_its_content_is_no_part_of_it(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,7 +326,6 @@ def test_what_a_model_says_before_its_content_is_no_part_of_it(
     assert free.prompt_tokens == plain[0].prompt_tokens
 
 
-@grammars
 def test_a_grammar_that_takes_too_much_ends_its_answer_alone(engine: Engine) -> None:
     doubled = [f"r{number}: r{number + 1} r{number + 1}" for number in range(40)]
     heavy = Grammar.lark("\n".join(["start: r0", *doubled, 'r40: "a"']))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,6 @@ from duoka.errors import UsageError
 from duoka.models.text.call_grammars import force_call
 from duoka.models.text.chatglm_tokenizer import ChatGLMTokenizer
 from duoka.models.text.tokenizer import load_tokenizer
-
-pytest.importorskip("llguidance")
 
 SCHEMA = {
     "type": "object",
@@ -316,13 +313,6 @@ def test_a_tokenizer_whose_bytes_are_unknown_is_refused() -> None:
     words = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
     with pytest.raises(UsageError, match="can't be constrained by a grammar"):
         GrammarCompiler(words, [], None).start(Grammar.regex("a"))
-
-
-def test_without_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(UsageError, match="needs llguidance, which isn't installed") as refusal:
-        Grammar.json_object()
-    assert refusal.value.hint == 'pip install "duoka[grammar]"'
 
 
 def test_response_formats() -> None:

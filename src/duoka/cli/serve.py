@@ -121,14 +121,12 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
 
     [bold]duoka serve[/] ./glm-4-9b-chat --host 0.0.0.0 --api-key-file key --port 8080
     """
-    for module in ("fastapi", "uvicorn", "prometheus_client"):
-        require_package(module, "serve", "the server needs")
     address = server.address()
     if server.reasoning is not None:
         choose("reasoning", server.reasoning, _REASONING)
     if server.cluster is not None:
         choose("cluster", server.cluster, _CLUSTERS)
-        require_package("ray", "ray", "the server needs")
+        require_package("ray", "ray", "--on ray needs")
         _serve_on_ray(server, options, model, address)
         return
     from duoka.serve.pool import EnginePool

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+import llguidance
 from transformers import PreTrainedTokenizerBase
 
 from duoka.base.serialization import parse_json_object
@@ -43,7 +44,7 @@ class Grammar:
     Raises
     ------
     UsageError
-        If llguidance isn't installed or rejects the grammar, or the grammar exceeds the limits.
+        If llguidance rejects the grammar, or the grammar exceeds the limits.
     """
 
     kind: Kind
@@ -59,7 +60,6 @@ class Grammar:
                     f"the {self.kind} has {number} {what}; at most {_MOST[what]} are compiled",
                     hint="simplify it, and describe the rest in the prompt",
                 )
-        llguidance = _import_llguidance()
         is_error, problems = llguidance.LLMatcher.validate_grammar_with_warnings(
             self.source, limits=llguidance.LLParserLimits(**_LIMITS)
         )
@@ -123,7 +123,7 @@ class Grammar:
     def source(self) -> str:
         """The grammar in llguidance's format."""
         options = (JSON_OPTIONS,) if self.kind == "json_schema" else ()
-        convert = getattr(_import_llguidance().LLMatcher, f"grammar_from_{self.kind}")
+        convert = getattr(llguidance.LLMatcher, f"grammar_from_{self.kind}")
         try:
             return str(convert(self.text, *options))
         except ValueError as error:
@@ -165,7 +165,7 @@ class Vocabulary:
             text = json.dumps({**content, "truncation": None, "padding": None})
             # llguidance requires an end token: without stop tokens, sacrifice the last token.
             ends = stops or [len(tokenizer) - 1]
-            tokens = _import_llguidance().LLTokenizer(text, eos_token=ends)
+            tokens = llguidance.LLTokenizer(text, eos_token=ends)
         except (AttributeError, ValueError) as error:
             raise UsageError(
                 f"answers of a {type(tokenizer).__name__} can't be constrained by a grammar: the "
@@ -275,7 +275,6 @@ class GrammarCompiler:
 
     def _compile(self, grammar: Grammar) -> Any:
         """Return an `LLMatcher` at the start of a grammar, to be copied for each answer."""
-        llguidance = _import_llguidance()
         matcher = llguidance.LLMatcher(
             self._vocabulary().tokenizer,
             grammar.source,
@@ -285,18 +284,6 @@ class GrammarCompiler:
         if matcher.is_error():
             raise grammar.refusal(matcher.get_error())
         return matcher
-
-
-def _import_llguidance() -> Any:
-    """Import llguidance; raise UsageError with the install command if that fails."""
-    try:
-        import llguidance
-    except ImportError as error:
-        raise UsageError(
-            "structured output needs llguidance, which isn't installed",
-            hint='pip install "duoka[grammar]"',
-        ) from error
-    return llguidance
 
 
 def token_bits(tokens: Iterable[int]) -> bytes:

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from duoka.base.quiet import quiet_libraries
-from duoka.base.requirements import require_package
 from duoka.base.text import longest_prefix
 from duoka.errors import ModelError, UsageError
 from duoka.forecast.workload import Training
@@ -105,7 +104,6 @@ def base_name(name: str) -> str:
 
 def inject(model: nn.Module, **settings: Any) -> None:
     """Inject peft's adapters into a model in place, without data; `settings` are `LoraConfig`'s."""
-    require_package("peft", "train", "adapters need")
     with quiet_libraries():  # peft imports bitsandbytes
         import peft
     try:

@@ -17,8 +17,6 @@ from duoka.models.text.tokenizer import load_tokenizer
 from .answers import FORMS, calls, content, read, write
 from .call_templates import PLAIN, TEMPLATES, tokenizer
 
-pytest.importorskip("llguidance")
-
 REFERRING = {
     "type": "object",
     "properties": {"of": {"$ref": "#/$defs/kind"}},

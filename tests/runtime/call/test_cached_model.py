@@ -272,7 +272,6 @@ def test_pictures_are_let_go_of(seeing: duoka.Plan, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_grammar_goes_with_pictures(seeing: duoka.Plan) -> None:
-    pytest.importorskip("llguidance")
     params = SamplingParams(grammar=Grammar.regex("(red|noise)"))
     with Engine(seeing) as engine:
         answers = engine.generate(CHATS, params)
