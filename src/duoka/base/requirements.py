@@ -13,11 +13,27 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 
-def require_package(package: str, extra: str, who_needs: str) -> None:
-    """Raise UsageError, such as "plots need matplotlib, …", if a package isn't installed."""
+EXTRAS = {
+    "torchao": ("quantize", "8-bit and 4-bit weights: --quantize int8 or int4"),
+    "bitsandbytes": ("bnb", "--quantize nf4, --train qlora, --optimizer adamw8bit"),
+    "gguf": ("gguf", "GGUF files beside a plan: --export llama.cpp --gguf"),
+    "modelscope_hub": ("modelscope", "models on ModelScope: modelscope:org/name"),
+    "pyarrow": ("parquet", "training data in Parquet"),
+    "ray": ("ray", "replicas on a Ray cluster: duoka serve --on ray"),
+}
+"""Optional packages, each with its extra and its purpose."""
+
+
+def require_package(package: str, who_needs: str) -> None:
+    """Raise UsageError, such as "plots need matplotlib, …", if an optional package is missing."""
     if find_spec(package) is None:
-        hint = f'pip install "duoka[{extra}]"'
+        hint = f'pip install "duoka[{EXTRAS[package][0]}]"'
         raise UsageError(f"{who_needs} {package}, which isn't installed", hint=hint)
+
+
+def missing_extras() -> list[tuple[str, str]]:
+    """Return the extra and the purpose of each optional package that isn't installed."""
+    return [extra for package, extra in EXTRAS.items() if find_spec(package) is None]
 
 
 def installed_version(name: str) -> str | None:
@@ -28,21 +44,19 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def unmet_requirements() -> list[str]:
-    """Describe every missing library, and every version outside its range."""
-    missing = [name for name in _requirements(optional=False) if installed_version(name) is None]
-    texts = [f"{name} is not installed" for name in missing]
-    return [*texts, *versions_outside_range(optional=False)]
+def unmet_requirements(*, optional: bool = False) -> list[str]:
+    """Describe installed libraries in unsupported versions, and required ones that are missing.
 
-
-def versions_outside_range(*, optional: bool) -> list[str]:
-    """Describe installed libraries, required or optional ones, in unsupported versions."""
-    return [
-        f"{name} {installed} is installed, duoka needs {requirement.specifier}"
-        for name, requirement in _requirements(optional=optional).items()
-        if (installed := installed_version(name)) is not None
-        and not requirement.specifier.contains(installed, prereleases=True)
-    ]
+    With `optional` the libraries are those of extras, which may be missing.
+    """
+    texts = []
+    for name, requirement in _requirements(optional=optional).items():
+        installed = installed_version(name)
+        if installed is None and not optional:
+            texts.append(f"{name} is not installed")
+        elif installed and not requirement.specifier.contains(installed, prereleases=True):
+            texts.append(f"{name} {installed} is installed, duoka needs {requirement.specifier}")
+    return texts
 
 
 def _requirements(*, optional: bool) -> Mapping[str, Requirement]:
@@ -50,12 +64,7 @@ def _requirements(*, optional: bool) -> Mapping[str, Requirement]:
     from packaging.requirements import Requirement
 
     try:
-        lines = requires("duoka") or []
+        needed = map(Requirement, requires("duoka") or [])
     except PackageNotFoundError:
         return {}
-    needed = map(Requirement, lines)
-    return {
-        requirement.name: requirement
-        for requirement in needed
-        if (requirement.marker is not None) == optional
-    }
+    return {each.name: each for each in needed if (each.marker is not None) == optional}

@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -16,7 +17,9 @@ from typer import rich_utils
 
 import duoka
 from duoka.base.quiet import quiet_libraries
-from duoka.errors import UsageError
+from duoka.base.units import GIB
+from duoka.errors import FleetError, UsageError
+from duoka.hardware import nvml
 
 from . import errors, signals
 from .bench import bench
@@ -31,24 +34,40 @@ from .merge import merge
 from .plan import plan
 from .selftest import selftest
 from .serve import serve
+from .terminal import stdout
 from .top import top
 from .training_options import complete_arguments
 from .tune import tune
 
 _TEXT_OPTIONS = ("--prompt", "--system")
-_EPILOG = "\n\n".join(
-    [
-        "Examples:",
-        '[bold]duoka plan[/] ./glm-4-9b-chat --gpus "24GiB,12GiB" --context 8K',
-        '[bold]duoka check[/] ./glm-4-9b-chat --gpus "virtual:2x24GiB"',
-        '[bold]duoka chat[/] ./chatglm3-6b --gpus "virtual:2x8GiB"',
-        "[bold]duoka demo[/]",
-        "Exit codes: 0 done; 1 another error; 2 usage; 3 GPUs; 4 checkpoint; 5 model; 6 "
-        "placement; 7 does not fit; 8 proof failed; 9 loading failed; 10 plan file; 11 virtual "
-        "GPU; 12 this machine's limits; 13 check: faults found; 14 training can't continue; 15 "
-        "doctor: warnings only; 16 GPU failure; 70 defect in duoka; 129, 130, 143 stopped by a "
-        "signal, 130 by Ctrl-C; 141 output pipe closed.",
-    ]
+_EPILOG = (
+    "First steps on this machine: [bold]duoka[/], without a command.\n\n"
+    "Exit codes: 0 done; 1 another error; 2 usage; 3 GPUs; 4 checkpoint; 5 model; 6 placement; 7 "
+    "does not fit; 8 proof failed; 9 loading failed; 10 plan file; 11 virtual GPU; 12 this "
+    "machine's limits; 13 check: faults found; 14 training can't continue; 15 doctor: warnings "
+    "only; 16 GPU failure; 70 defect in duoka; 129, 130, 143 stopped by a signal, 130 by Ctrl-C; "
+    "141 output pipe closed."
+)
+_FIRST_STEPS = """\
+duoka runs large language models on the GPUs you have. {}
+
+[bold]Plan[/]: does a model fit, and which GPU holds what?
+  duoka plan {}
+
+[bold]Chat[/]; duoka serve takes the same options, for OpenAI's API and a chat page:
+  duoka {}
+
+[bold]Fine-tune[/]: train a model on all GPUs with your data:
+  duoka {}
+
+Check this machine: duoka doctor
+All commands: duoka --help"""
+_GLM4_BYTES = 22 * GIB  # for its weights, a context of 8K, and the CUDA contexts
+_WITHOUT_GPUS = (
+    "This machine has no usable NVIDIA GPU; these commands need none.",
+    "zai-org/glm-4-9b-chat --gpus 24GiB,12GiB --context 8K",
+    "demo --keep demo-model\n  duoka chat demo-model --gpus virtual:2x32MiB --context 128",
+    "tune demo-model train.jsonl --gpus virtual:2x64MiB --save run",
 )
 
 app = typer.Typer(
@@ -82,8 +101,24 @@ def _options(
     debug: Debug = False,
 ) -> None:
     if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+        stdout().print(_first_steps(), soft_wrap=True, highlight=False)
         raise typer.Exit
+
+
+def _first_steps() -> str:
+    """Return commands to plan, to run and to fine-tune a model on this machine's GPUs."""
+    cards: Sequence[nvml.NvmlGpu] = ()
+    with suppress(FleetError):
+        cards = nvml.read().gpus
+    if not cards:
+        return _FIRST_STEPS.format(*_WITHOUT_GPUS)
+    products = Counter(card.name for card in cards)
+    found = ", ".join(f"{count} × {name}" for name, count in products.items())
+    is_small = sum(card.free_bytes or 0 for card in cards) < _GLM4_BYTES
+    model = "zai-org/chatglm3-6b" if is_small else "zai-org/glm-4-9b-chat"
+    run = f"{model} --context 8K"
+    tune = f"tune {model} train.jsonl --checkpointing --save run"
+    return _FIRST_STEPS.format(f"This machine has {found}.", run, f"chat {run}", tune)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

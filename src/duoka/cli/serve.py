@@ -126,7 +126,7 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
         choose("reasoning", server.reasoning, _REASONING)
     if server.cluster is not None:
         choose("cluster", server.cluster, _CLUSTERS)
-        require_package("ray", "ray", "--on ray needs")
+        require_package("ray", "--on ray needs")
         _serve_on_ray(server, options, model, address)
         return
     from duoka.serve.pool import EnginePool

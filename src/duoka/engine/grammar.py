@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-import llguidance
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from transformers import PreTrainedTokenizerBase
 
 from duoka.base.serialization import parse_json_object
@@ -31,7 +31,7 @@ _MOST = {"characters": 2**15, "references or rules": 500}
 # without parsing. Rules begin lines; a JSON schema within Lark may have any number of colons.
 _LINK = re.compile(r'"\$ref"|%lark|^[?! \t]*\w', re.MULTILINE)
 # Limits of llguidance's compiler; a lexer state takes 2 KB.
-_LIMITS = {"max_lexer_states": 50_000, "max_grammar_size": 100_000, "verbose_errors": False}
+_LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=100_000, verbose_errors=False)
 _NUM_COMPILED = 16
 
 
@@ -60,9 +60,7 @@ class Grammar:
                     f"the {self.kind} has {number} {what}; at most {_MOST[what]} are compiled",
                     hint="simplify it, and describe the rest in the prompt",
                 )
-        is_error, problems = llguidance.LLMatcher.validate_grammar_with_warnings(
-            self.source, limits=llguidance.LLParserLimits(**_LIMITS)
-        )
+        is_error, problems = LLMatcher.validate_grammar_with_warnings(self.source, limits=_LIMITS)
         if is_error:
             raise self.refusal(problems[0])
 
@@ -123,7 +121,7 @@ class Grammar:
     def source(self) -> str:
         """The grammar in llguidance's format."""
         options = (JSON_OPTIONS,) if self.kind == "json_schema" else ()
-        convert = getattr(llguidance.LLMatcher, f"grammar_from_{self.kind}")
+        convert = getattr(LLMatcher, f"grammar_from_{self.kind}")
         try:
             return str(convert(self.text, *options))
         except ValueError as error:
@@ -165,7 +163,7 @@ class Vocabulary:
             text = json.dumps({**content, "truncation": None, "padding": None})
             # llguidance requires an end token: without stop tokens, sacrifice the last token.
             ends = stops or [len(tokenizer) - 1]
-            tokens = llguidance.LLTokenizer(text, eos_token=ends)
+            tokens = LLTokenizer(text, eos_token=ends)
         except (AttributeError, ValueError) as error:
             raise UsageError(
                 f"answers of a {type(tokenizer).__name__} can't be constrained by a grammar: the "
@@ -275,12 +273,8 @@ class GrammarCompiler:
 
     def _compile(self, grammar: Grammar) -> Any:
         """Return an `LLMatcher` at the start of a grammar, to be copied for each answer."""
-        matcher = llguidance.LLMatcher(
-            self._vocabulary().tokenizer,
-            grammar.source,
-            log_level=0,
-            limits=llguidance.LLParserLimits(**_LIMITS),
-        )
+        tokenizer = self._vocabulary().tokenizer
+        matcher = LLMatcher(tokenizer, grammar.source, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise grammar.refusal(matcher.get_error())
         return matcher

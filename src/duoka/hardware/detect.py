@@ -18,6 +18,7 @@ from duoka.errors import FleetError
 from . import calibration, catalogue, cuda_driver, gpu_generation, nvml
 from .calibration import GpuFigures
 from .device import MAX_DEVICES, RESERVE_BYTES, STEP_BYTES, Device, FleetParts
+from .host import is_wsl
 from .links import Way, by_nvlink, from_host, links_of, through_host, ways_between
 
 _UUID = re.compile(r"(?:gpu|mig)-[0-9a-z/-]{1,80}", re.ASCII | re.IGNORECASE)
@@ -346,7 +347,8 @@ def _device(gpu: PresentGpu) -> Device:
 def _way(source: PresentGpu, target: PresentGpu) -> Way | None:
     if source.instance or target.instance:
         return None  # instances have no direct connection, and no published speed
-    speed = _nvlink_speed(source.gpu, target.gpu)
+    # WSL has no NVLink and no other peer access (github.com/microsoft/WSL/issues/6587).
+    speed = None if is_wsl() else _nvlink_speed(source.gpu, target.gpu)
     if speed is not None:
         return by_nvlink(speed)
     return through_host(_connector(source.gpu), _connector(target.gpu))

@@ -24,6 +24,13 @@ _CONTROL_GROUPS = (
 _NO_LIMIT = 2**60  # version 1 writes the largest whole page for "no limit"
 
 
+def is_wsl(root: Path = Path("/")) -> bool:
+    """Return True in the Windows Subsystem for Linux, where the GPUs are those of Windows."""
+    with suppress(OSError):
+        return "microsoft" in (root / "proc/sys/kernel/osrelease").read_text("utf-8").lower()
+    return False
+
+
 def refuse_more(num_bytes: int) -> None:
     """Raise FleetError if weights exceed the CPU memory that is available now."""
     available = available_bytes()

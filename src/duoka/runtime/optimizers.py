@@ -66,7 +66,7 @@ def update(optimizer: torch.optim.Optimizer) -> None:
 
 def _adamw_8bit(groups: list[dict[str, Any]], **arguments: Any) -> torch.optim.Optimizer:
     """Make bitsandbytes' 8-bit AdamW, imported only here; raise UsageError if not installed."""
-    require_package("bitsandbytes", "bnb", "the optimizer adamw8bit needs")
+    require_package("bitsandbytes", "the optimizer adamw8bit needs")
     with quiet_libraries():
         package: Any = import_module("bitsandbytes.optim")
     optimizer: torch.optim.Optimizer = package.AdamW8bit(groups, **arguments)

@@ -54,7 +54,7 @@ _HEADERS_AT_ONCE = 8
 def open_snapshot(name: HubName) -> HubSnapshot:
     """Resolve a revision to a commit and its list of files; no file is fetched."""
     if name.site == MODELSCOPE:
-        require_package("modelscope_hub", "modelscope", "models on ModelScope need")
+        require_package("modelscope_hub", "models on ModelScope need")
         from .modelscope import ModelScopeSnapshot
 
         return ModelScopeSnapshot(name)

@@ -196,8 +196,8 @@ def _linear(inputs: Tensor, weight: Nf4Weight, bias: Tensor | None = None) -> Te
 
 def require(scheme: Scheme) -> None:
     """Raise UsageError if the scheme's package is missing, or its functions have changed."""
-    package, extra = ("bitsandbytes", "bnb") if scheme == "nf4" else ("torchao", "quantize")
-    require_package(package, extra, f"{scheme} weights need")
+    package = "bitsandbytes" if scheme == "nf4" else "torchao"
+    require_package(package, f"{scheme} weights need")
     with quiet_libraries():
         import_module(package)  # bitsandbytes registers its operators with torch
     try:

@@ -168,7 +168,7 @@ def check_gguf(path: Path) -> None:
     if start != _MAGIC:
         why = f"it begins with {start!r}; expected {_MAGIC!r}"
         raise FormatError(f"{path} is not a GGUF file: {why}", hint=hint)
-    require_package("gguf", "gguf", "GGUF files need")
+    require_package("gguf", "GGUF files need")
 
 
 def _open(path: Path) -> Any:

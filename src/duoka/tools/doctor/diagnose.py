@@ -8,18 +8,17 @@ from pathlib import Path
 
 from duoka.base.progress import say
 from duoka.errors import DuokaError
+from duoka.hardware.host import is_wsl
 
 from . import devices, gpus, host, model
 from .facts import BAD, Facts, Finding, Severity
 from .model import ModelFacts
 
-_GPU_CHECKS = (
-    ("GPUs", "CUDA", gpus.check_visible),
-    ("GPUs", "memory", gpus.check_memory),
-)
+_GPU_CHECKS = (("GPUs", "CUDA", gpus.check_visible), ("GPUs", "memory", gpus.check_memory))
 _HOST_CHECKS = (
     ("host", "memory", host.check_host_memory),
     ("software", "libraries", host.check_versions),
+    ("software", "extras", host.check_extras),
 )
 _DEVICE_CHECKS = (
     ("software", "torch", devices.check_torch),
@@ -64,6 +63,8 @@ def diagnose(
 def _examine_all(facts: Facts, model_facts: ModelFacts | None) -> Iterator[Examined]:
     """Run the checks in order; GPU checks need a driver, device checks testable devices."""
     yield examine("GPUs", "driver", gpus.check_driver, facts)
+    if facts.machine is not None and is_wsl(facts.root):
+        yield examine("GPUs", "WSL", gpus.check_wsl, facts)
     if facts.gpus is not None:
         yield examine("GPUs", "--gpus", gpus.check_named, facts)
     checks = (*(_GPU_CHECKS if facts.machine is not None else ()), *_HOST_CHECKS)

@@ -10,6 +10,7 @@ from pathlib import Path
 from duoka.base.units import GIB, format_bytes, format_count
 from duoka.hardware import cuda_driver, nvml
 from duoka.hardware.fleet import Fleet
+from duoka.hardware.host import is_wsl
 
 from .facts import Facts, Finding, Severity, join_names
 
@@ -19,6 +20,17 @@ _HARMLESS_STATES = ("hidden", "in MIG mode", "memory unknown")
 # More memory than any driver reserves: if more is used, an unlisted process uses it.
 _DRIVER_BYTES = 3 * GIB // 2
 _FELL_OFF = "check `dmesg | grep -i xid`, its power cables and its seat, and restart the machine"
+
+# Text and advice. The reports: nvidia.custhelp.com/app/answers/detail/a_id/5490 (the fallback), and
+# github.com/microsoft/WSL/issues/6587 (no NVLink), 11050 (the setting), 41176 (less than is free).
+_WSL_LIMITS = {
+    "Windows uses the same memory; NVML lists its programs without their memory, and less than the "
+    "free memory may be usable": "close programs in Windows, or use less: --reserve cuda:0=2GiB",
+    "if GPU memory is full, Windows may use system memory: slow instead of out of memory": "in the "
+    "NVIDIA Control Panel, Manage 3D settings, set CUDA - Sysmem Fallback Policy to Prefer No "
+    "Sysmem Fallback (WSL may ignore it: github.com/microsoft/WSL/issues/11050)",
+    "the GPUs have no peer-to-peer access, also not by NVLink: copies go through CPU memory": "",
+}
 
 
 def check_driver(facts: Facts) -> Iterator[Finding]:
@@ -33,6 +45,8 @@ def check_driver(facts: Facts) -> Iterator[Finding]:
             return
         meaning = "planning for declared GPUs, virtual GPUs and the CPU work"
         advice = 'use --gpus "virtual:2x8GiB" to run the GPU tests on virtual GPUs'
+        if is_wsl(facts.root):
+            advice = "install NVIDIA's driver in Windows, none in WSL, and restart: wsl --shutdown"
         yield Finding("note", "no NVIDIA GPU found", meaning, advice)
         return
     cuda = machine.cuda_version
@@ -43,6 +57,13 @@ def check_driver(facts: Facts) -> Iterator[Finding]:
     for lost in (gpu for gpu in machine.lost if facts.is_meant(gpu.index)):
         text = f"GPU {lost.index} doesn't answer: {lost.reason}"
         yield Finding("error", text, "it can't be used", _FELL_OFF)
+
+
+def check_wsl(facts: Facts) -> Iterator[Finding]:
+    """Describe the limits of GPUs in the Windows Subsystem for Linux."""
+    for text, advice in _WSL_LIMITS.items():
+        if advice or len(facts.cards) > 1:
+            yield Finding("note", text, advice=advice)
 
 
 def _count_on_bus(root: Path) -> int:
@@ -109,7 +130,8 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
             yield Finding(severity, f"GPU {gpu.index}: {join_names(texts)}", meaning, advice)
         elif total and not gpu.is_mig and total - free > _DRIVER_BYTES:
             text = f"GPU {gpu.index}: unknown processes use {format_bytes(total - free)}"
-            advice = "check processes outside of this container, and dead processes"
+            where = "in Windows" if is_wsl(facts.root) else "outside of this container"
+            advice = f"check processes {where}, and dead processes"
             yield Finding("warning", text, meaning, advice)
     if free := sum(gpu.free_bytes or 0 for gpu in facts.cards):
         yield Finding("ok", f"{format_bytes(free)} are free in total")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from duoka.base.requirements import unmet_requirements, versions_outside_range
+from duoka.base.requirements import missing_extras, unmet_requirements
 from duoka.base.units import GIB, format_bytes
+from duoka.forecast.device_memory import CompiledMemory
 from duoka.hardware.host import available_bytes, container_memory, total_bytes
 
 from .facts import Facts, Finding, or_ok
@@ -39,16 +40,28 @@ def check_host_memory(facts: Facts) -> Iterator[Finding]:
         yield Finding("note", text, meaning)
 
 
-def check_versions(facts: Facts) -> Iterator[Finding]:
+def check_versions(_: Facts) -> Iterator[Finding]:
     """Compare the installed libraries with the tested version ranges."""
+    upgrade = "pip install --upgrade"
     problems = [
-        Finding("error", text, "duoka may fail", "pip install --upgrade duoka")
+        Finding("error", text, "duoka may fail", f"{upgrade} duoka")
         for text in unmet_requirements()
     ]
     problems += [
-        Finding(
-            "warning", text, "features that need it may fail", 'pip install --upgrade "duoka[all]"'
-        )
-        for text in versions_outside_range(optional=True)
+        Finding("warning", text, "features that need it may fail", f'{upgrade} "duoka[all]"')
+        for text in unmet_requirements(optional=True)
     ]
     return or_ok(problems, "all libraries are in the supported ranges")
+
+
+def check_extras(_: Facts) -> Iterator[Finding]:
+    """List the optional parts that are missing, each with its install command and purpose."""
+    if CompiledMemory is None:
+        meaning = "planning takes three to twenty times as long, with the same result"
+        advice = "install a C compiler and Python's headers, then install duoka again"
+        yield Finding("note", "duoka's compiled module is missing", meaning, advice)
+    missing = missing_extras()
+    if missing:
+        commands = [f'pip install "duoka[{extra}]": {purpose}' for extra, purpose in missing]
+        text = f"not installed: {', '.join(extra for extra, _ in missing)}"
+        yield Finding("note", text, "all else works without them", "\n".join(commands))

@@ -163,7 +163,7 @@ def _csv_rows(path: Path) -> Iterator[DataRow]:
 def _parquet_rows(path: Path) -> Iterator[DataRow]:
     """Yield the rows of a Parquet table."""
     say_import("pyarrow")
-    require_package("pyarrow", "parquet", f"{path} needs")
+    require_package("pyarrow", f"{path} needs")
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
