@@ -26,8 +26,7 @@ class ImageOptions(OptionGroup):
     """Option for the images of a prompt."""
 
     image: list[str] | None = option(
-        "FILE|URL",
-        "An image for the prompt, as a file or an http or https URL; repeatable.",
+        "FILE|URL", "An image for the prompt, as a file or an http or https URL; repeatable."
     )
 
     def read(self) -> tuple[Image, ...]:

@@ -299,10 +299,7 @@ class StageCompiler:
         device_of = self.device_of
         # A tensor made before a container is an argument of the container: dispatch first copies
         # the tensor to the container's first block.
-        path = [
-            device_of[max(maker, 0)],
-            *(device_of[start] for start in starts if start > maker),
-        ]
+        path = [device_of[max(maker, 0)], *(device_of[start] for start in starts if start > maker)]
         # Repeated devices count once; the block's own device at the end is no detour.
         hops = [device for device, _ in itertools.groupby(path)]
         while hops and hops[-1] == device_of[block]:

@@ -77,12 +77,7 @@ def training_monomials(batch: int, tokens: int) -> tuple[int, ...]:
     rows = tuple(_aligned(tokens, multiple) for multiple in _ATTENTION_ROWS)
     plain = (1, tokens, tokens * tokens, padded, tokens * padded, *rows)
     chunk = loss_chunk_tokens(batch * tokens)
-    return (
-        *plain,
-        *(batch * value for value in plain),
-        chunk,
-        -(-batch * tokens // chunk),
-    )
+    return (*plain, *(batch * value for value in plain), chunk, -(-batch * tokens // chunk))
 
 
 def _aligned(tokens: int, multiple: int = ALIGNED_TOKENS) -> int:

@@ -95,11 +95,7 @@ class HostSearch:
         for number in count(1):
             tables = np.array([[self._seconds(group) for group in self._groups]])
             programme = Programme(
-                tables,
-                devices,
-                transfers=transfers,
-                slowest=False,
-                num_stages=num_stages,
+                tables, devices, transfers=transfers, slowest=False, num_stages=num_stages
             )
             optimum = programme.find_best()
             if optimum is None or not np.isfinite(optimum[1]):
@@ -223,8 +219,7 @@ def no_host_experts(profile: Profile, problem: PlanProblem) -> DuokaError:
     """Return the error for a plan with all experts on the host, if there is none."""
     if not any(block.experts for block in profile.blocks):
         return UsageError(
-            f"{profile.model} has no experts that can be in host memory",
-            hint="omit --experts",
+            f"{profile.model} has no experts that can be in host memory", hint="omit --experts"
         )
     if problem.workload.training is not None and problem.workload.training.method == "full":
         return UsageError(

@@ -46,10 +46,7 @@ _KNOBS = {
         "{host} of weights offloaded to CPU memory, copied over PCIe for each token{time}",
         "speed",
     ),
-    "experts": (
-        "{host_experts} of experts in host memory{weights_in}{token_time}",
-        "speed",
-    ),
+    "experts": ("{host_experts} of experts in host memory{weights_in}{token_time}", "speed"),
     "map": ("duoka's plan instead of the map: {devices}", ""),
     "micro-batch": ("a micro-batch of {batch}", ""),
     "checkpointed-batch": ("gradient checkpointing and a micro-batch of {batch}", ""),

@@ -22,12 +22,7 @@ from .anthropic import add_messages
 from .errors import VERSION_HEADER, HttpError, describe_invalid
 from .limits import Gate, JsonRoute
 from .messages import Prompt
-from .requests import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from .requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .responses import add_responses
 from .service import Service, status_of
 from .streams import respond

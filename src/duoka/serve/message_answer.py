@@ -92,10 +92,7 @@ class MessageAnswer(BlocksAnswer):
     def _end(self, event: Ended) -> Iterator[Piece]:
         """See `BlocksAnswer`."""
         reason = "end_turn" if event.stop_text is None else "stop_sequence"
-        end = {
-            "stop_reason": _REASONS.get(event.finish, reason),
-            "stop_sequence": event.stop_text,
-        }
+        end = {"stop_reason": _REASONS.get(event.finish, reason), "stop_sequence": event.stop_text}
         self._message |= {**end, "usage": self._count_usage()}
         yield {"type": "message_delta", "delta": end, "usage": self._count_usage()}
         yield {"type": "message_stop"}

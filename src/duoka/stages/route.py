@@ -32,12 +32,7 @@ from duoka.runtime.call.chunk import Chunk
 from duoka.runtime.call.paged_model import PagedModel, reading_pages
 from duoka.runtime.dispatch.arguments import mapped, mapped_call, shared_in, tensors_in
 from duoka.runtime.dispatch.dispatch import without_data
-from duoka.runtime.dispatch.place_tensors import (
-    invent_values,
-    parameter_bytes,
-    place,
-    tensor_names,
-)
+from duoka.runtime.dispatch.place_tensors import invent_values, parameter_bytes, place, tensor_names
 
 from .interceptor import BlockInterceptor, PlacedBlock
 from .placeholder import unstageable

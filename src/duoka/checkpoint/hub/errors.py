@@ -83,11 +83,7 @@ MESSAGES: Messages = (
         "{hub} has no such file: {wanted}",
         "the repository is incomplete, or changed meanwhile: try again",
     ),
-    (
-        {401, 403},
-        "{hub} denies access to {wanted}: {token}",
-        "{access}",
-    ),
+    ({401, 403}, "{hub} denies access to {wanted}: {token}", "{access}"),
     (
         {*range(400, 600)},
         "{hub} answers with status {status} to the request for {wanted}",

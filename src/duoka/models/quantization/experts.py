@@ -19,12 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from duoka.virtual import add_operator
 
-from .host_experts import (
-    IMPLEMENTATION,
-    ON_HOST,
-    USUAL,
-    compute_on_host,
-)
+from .host_experts import IMPLEMENTATION, ON_HOST, USUAL, compute_on_host
 from .routing import by_expert, reserve, routing_bytes
 from .scaled import Mxfp4Weight, ScaledWeight
 from .stacked import (

@@ -158,10 +158,7 @@ class Int8Rows(Composed):
     @staticmethod
     def tensor_shapes(rows: int, columns: int, _dtype: torch.dtype) -> Layout:
         """Return the shape and dtype of each tensor of a weight [rows, columns]."""
-        return {
-            "numbers": ((rows, columns), torch.int8),
-            "scale": ((rows,), torch.bfloat16),
-        }
+        return {"numbers": ((rows, columns), torch.int8), "scale": ((rows,), torch.bfloat16)}
 
     @staticmethod
     def of(weight: Tensor) -> Composed:

@@ -65,8 +65,7 @@ def load_tokenizer(
         )
     except Exception as error:
         raise CheckpointError(
-            f"no tokenizer could be loaded from {directory}: {first_line(error)}",
-            hint=HINT,
+            f"no tokenizer could be loaded from {directory}: {first_line(error)}", hint=HINT
         ) from error
     templates = directory / "chat_template.json"
     if loaded.chat_template is None and templates.is_file():  # older processors saved it so

@@ -12,10 +12,4 @@ block less or more, and the bound that no placement exceeds.
 from .data import BoundaryMove, Explanation, Fewer, Share
 from .explain import explain
 
-__all__ = [
-    "BoundaryMove",
-    "Explanation",
-    "Fewer",
-    "Share",
-    "explain",
-]
+__all__ = ["BoundaryMove", "Explanation", "Fewer", "Share", "explain"]

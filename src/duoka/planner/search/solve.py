@@ -187,10 +187,7 @@ def resolve_objective(
                     "the objective pages maximizes the number of pages, which is fixed here",
                     hint="omit the objective",
                 )
-            raise UsageError(
-                "the objective pages needs a paged KV cache",
-                hint="add --serve",
-            )
+            raise UsageError("the objective pages needs a paged KV cache", hint="add --serve")
     if objective in ("headroom", "pages"):
         return objective
     if objective == "auto" and len({device.speeds for device in fleet.devices}) == 1:

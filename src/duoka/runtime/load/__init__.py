@@ -9,8 +9,4 @@
 from .fill import Progress
 from .load import load_weights, refuse_differences
 
-__all__ = [
-    "Progress",
-    "load_weights",
-    "refuse_differences",
-]
+__all__ = ["Progress", "load_weights", "refuse_differences"]

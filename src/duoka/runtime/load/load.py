@@ -193,8 +193,7 @@ def nothing_left(
         _empty_caches(devices)
         if isinstance(error, torch.OutOfMemoryError):
             raise LoadError(
-                f"the weights don't fit: {error}",
-                hint="free the memory that other programs use",
+                f"the weights don't fit: {error}", hint="free the memory that other programs use"
             ) from error
         raise
     _empty_caches(devices)
