@@ -13,7 +13,7 @@ from recordings import Recording, replay
 
 from duoka.hardware import cuda_driver
 from duoka.hardware.device import Device
-from duoka.tools.doctor import facts
+from duoka.tools.doctor import facts, host
 from duoka.tools.doctor.diagnose import diagnose
 from duoka.tools.doctor.facts import Finding, Probed, Test
 
@@ -33,7 +33,10 @@ def machine(
     torch: dict[str, Any] | None = None,
     outcomes: dict[Test, dict[str, Any]] | None = None,
 ) -> Recording:
-    """Make a recorded machine this one, whose devices are sound but for some outcomes."""
+    """Make a recorded machine this one, whose devices are sound but for some outcomes.
+
+    All extras are installed there.
+    """
     recording = replay(patch, name, visible)
     patch.delenv(cuda_driver.VARIABLE, raising=False)
 
@@ -45,6 +48,8 @@ def machine(
         return Probed(torch=about, outcomes=dict.fromkeys(tests, SOUND) | (outcomes or {}))
 
     patch.setattr(facts, "probe", probed)
+    patch.setattr(host, "missing_extras", list)
+    patch.setattr(host, "CompiledMemory", object)
     return recording
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from progress import without_progress
+from recordings import replay
 from typer.main import get_command
 
 from duoka import __version__, errors
@@ -26,7 +28,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"duoka {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"]])
 def test_help_lists_commands_and_exit_codes(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -36,6 +38,42 @@ def test_help_lists_commands_and_exit_codes(
     for cls in errors.DuokaError.__subclasses__():
         if cls.__module__ == errors.__name__:
             assert f"{cls.exit_code} " in out
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "model"),
+    [
+        ("no-driver", "no usable NVIDIA GPU", "zai-org/glm-4-9b-chat"),
+        ("old-driver", "no usable NVIDIA GPU", "zai-org/glm-4-9b-chat"),
+        ("two-4090", "2 × NVIDIA GeForce RTX 4090", "zai-org/glm-4-9b-chat"),
+        ("mig", "NVIDIA A100", "zai-org/glm-4-9b-chat"),
+        ("small", "2 × NVIDIA GeForce RTX 4090", "zai-org/chatglm3-6b"),
+    ],
+)
+def test_first_steps_fit_this_machine(
+    name: str,
+    place: str,
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recording = replay(monkeypatch, "two-4090" if name == "small" else name)
+    if name == "small":
+        for device in recording.data["devices"]:
+            device["nvmlDeviceGetMemoryInfo_v2"]["free"] = 8 * 2**30
+    assert run([]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    lines = out.splitlines()
+    assert place in lines[1]
+    assert max(map(len, lines)) <= 80
+    assert len(lines) < 20
+    steps = [shlex.split(line) for line in lines if line.startswith("  ")]
+    assert [words[1] for words in steps if words[1] != "demo"] == ["plan", "chat", "tune"]
+    assert all(("--gpus" in words) == ("no " in place) for words in steps if words[1] != "demo")
+    assert model in steps[0]
+    for words in steps:  # Typer takes them
+        COMMANDS[words[1]].make_context(words[1], words[2:])
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -15,7 +15,7 @@ from recordings import DIRECTORY, replay
 
 from duoka.base.serialization import from_dict
 from duoka.errors import FleetError
-from duoka.hardware import cuda_driver, nvml
+from duoka.hardware import cuda_driver, detect, nvml
 from duoka.hardware.device import RESERVE_BYTES, STEP_BYTES
 from duoka.hardware.fleet import Fleet
 
@@ -250,6 +250,14 @@ def test_bridges_and_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert speeds["0", "1"] == speeds["1", "0"] == pytest.approx(0.8 * 56.25, rel=1e-3)
     assert speeds["0", "2"] == pytest.approx(0.6 * 31.5, rel=1e-3)
     assert speeds["5", "6"] == speeds["6", "7"] == pytest.approx(0.6 * 15.75, rel=1e-3)
+
+
+def test_wsl_has_no_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay(monkeypatch, "eight-3090")
+    monkeypatch.setattr(detect, "is_wsl", lambda: True)
+    speeds = {link.bytes_per_second for link in Fleet.detect().links}
+    assert max(speeds) == pytest.approx(0.6 * 31.5e9, rel=1e-3)
+    assert {way.kind for _, _, way in detect.survey()[1]} == {"PCIe"}
 
 
 def test_a_mesh_without_its_fourth_corner(monkeypatch: pytest.MonkeyPatch) -> None:

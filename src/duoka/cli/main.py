@@ -49,12 +49,13 @@ _EPILOG = (
     "141 output pipe closed."
 )
 _FIRST_STEPS = """\
-duoka runs large language models on the GPUs you have. {}
+duoka runs large language models on the GPUs you have.
+{}
 
 [bold]Plan[/]: does a model fit, and which GPU holds what?
   duoka plan {}
 
-[bold]Chat[/]; duoka serve takes the same options, for OpenAI's API and a chat page:
+[bold]Chat[/]; duoka serve takes the same options and opens OpenAI's API and a chat page:
   duoka {}
 
 [bold]Fine-tune[/]: train a model on all GPUs with your data:

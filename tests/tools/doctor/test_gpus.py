@@ -87,6 +87,27 @@ def test_without_a_driver_it_is_said_once(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert missing.text == "1 NVIDIA GPU found, without a driver"
 
 
+def test_wsl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The limits of GPUs in WSL 2 are notes, and change no exit code."""
+    write(tmp_path, "proc/sys/kernel/osrelease", "6.6.87.2-microsoft-standard-WSL2\n")
+    recording = machine(monkeypatch, "two-4090")
+    memory, fallback, peers = findings(tmp_path, "GPUs")["WSL"]
+    assert {memory.severity, fallback.severity, peers.severity} == {"note"}
+    assert "--reserve" in memory.advice
+    assert "CUDA - Sysmem Fallback Policy to Prefer No Sysmem Fallback" in fallback.advice
+    assert "no peer-to-peer access" in peers.text
+    recording.data["devices"][0]["nvmlDeviceGetMemoryInfo_v2"]["free"] -= 4096 * MIB
+    assert "check processes in Windows" in findings(tmp_path, "GPUs")["memory"][0].advice
+    del recording.data["devices"][1]
+    assert len(findings(tmp_path, "GPUs")["WSL"]) == 2
+    machine(monkeypatch, "no-driver")
+    found = findings(tmp_path, "GPUs")
+    assert list(found) == ["driver"]
+    assert "install NVIDIA's driver in Windows, none in WSL" in found["driver"][0].advice
+    write(tmp_path, "proc/sys/kernel/osrelease", "6.8.0-45-generic\n")
+    assert "WSL" not in findings(tmp_path, "GPUs")["driver"][0].advice
+
+
 def test_a_driver_that_is_older_than_its_library(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

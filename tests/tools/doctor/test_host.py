@@ -53,10 +53,27 @@ def test_containers_of_both_versions(limit: str, used: str, unlimited: str, tmp_
     assert unknown.severity == "note"
 
 
+def test_extras(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = {"bitsandbytes", "ray"}
+    monkeypatch.setattr(requirements, "find_spec", lambda name: None if name in gone else name)
+    monkeypatch.setattr(host, "CompiledMemory", None)
+    slow, missing = host.check_extras(Facts(None, tmp_path))
+    assert slow.severity == missing.severity == "note"
+    assert "compiled module is missing" in slow.text
+    assert missing.text == "not installed: bnb, ray"
+    assert missing.advice.splitlines() == [
+        'pip install "duoka[bnb]": --quantize nf4, --train qlora, --optimizer adamw8bit',
+        'pip install "duoka[ray]": replicas on a Ray cluster: duoka serve --on ray',
+    ]
+    monkeypatch.setattr(requirements, "find_spec", lambda name: name)
+    monkeypatch.setattr(host, "CompiledMemory", object)
+    assert [*host.check_extras(Facts(None, tmp_path))] == []
+
+
 def test_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = requirements.version
-    other = {"transformers": "4.30.2", "fastapi": "0.1"}
+    other = {"transformers": "4.30.2", "gguf": "0.1"}
     monkeypatch.setattr(requirements, "version", lambda name: other.get(name) or real(name))
     wrong, optional = host.check_versions(Facts(None, tmp_path))
     assert (wrong.severity, wrong.text.partition(" is")[0]) == ("error", "transformers 4.30.2")
-    assert (optional.severity, optional.text.partition(" is")[0]) == ("warning", "fastapi 0.1")
+    assert (optional.severity, optional.text.partition(" is")[0]) == ("warning", "gguf 0.1")
