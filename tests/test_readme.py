@@ -7,7 +7,7 @@ with ``$``, in ``python`` blocks all of it. They run one after the other in a di
 printed, line by line, but for small differences in what is measured; a line of ``…`` stands for
 anything.
 
-The pages of docs/situations say besides on what a block is run: ``<!-- run on eight-3090 -->`` on a
+The pages of docs/situations and the tutorial say besides on what a block is run: ``<!-- run on eight-3090 -->`` on a
 recorded machine, ``<!-- run on code -->`` with the code that comes with a checkpoint, and
 ``<!-- run on virtual:2x8GiB -->`` with weights, on these GPUs in the place of those that the page
 names; see `newcomer`. ``exit 13`` there is how the last command ends.
@@ -51,6 +51,7 @@ PAGES = [
 ]
 SITUATIONS = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs/situations").glob("*.md"))
 ENGLISH = [page for page in SITUATIONS if not page.endswith(".zh-CN.md")]
+TUTORIAL = "docs/tutorial.md"
 # Memory forecasts, and contexts that fit: they change a little with versions of torch.
 # The number of a version is none of those.
 _NUMBER = re.compile(r"(?<![\d.])\d+\.\d\d(?!\d|\.\d)|\d{5,}")
@@ -175,7 +176,11 @@ def outcome(command: Command) -> tuple[int, str]:
 # The Chinese pages show the same commands and outputs: see `test_twins`.
 # A program and a block of Python, which start as they do for people.
 NO_FORKS = ("docs/exports.md", "docs/gpus.md")
-RUN = [page for page in PAGES if commands(page) and not page.endswith(".zh-CN.md")]
+RUN = [
+    page
+    for page in PAGES
+    if commands(page) and not page.endswith(".zh-CN.md") and page != TUTORIAL
+]
 
 
 # README's at each commit, a sixth of the others by turn.
@@ -212,14 +217,16 @@ def at_its_place(command: Command, root: Path, patch: pytest.MonkeyPatch) -> Com
         return command
     program, option, line = command.arguments
     changed = re.sub(r'(?<=--gpus )\S+|(?<=")\d(?:,\d)+(?=")', place, line)
-    assert changed != line, "it says nothing of GPUs"
+    if changed == line:  # all GPUs of the machine
+        assert line.startswith("duoka "), "it says nothing of GPUs"
+        changed = f"{line.rstrip()} --gpus {place}"
     if "--new-tokens" not in changed:  # random weights rarely choose the end of an answer
         changed = re.sub(r"^duoka (chat|generate) ", r"\g<0>--new-tokens 16 ", changed)
     return replace(command, arguments=[program, option, changed])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", in_turn([p for p in ENGLISH if commands(p)]))
+@pytest.mark.parametrize("page", in_turn([p for p in [*ENGLISH, TUTORIAL] if commands(p)]))
 def test_situations(
     page: str, belongings: Path, tmp_path: Path, quick_start: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +235,9 @@ def test_situations(
     monkeypatch.setattr(sys.modules["duoka.tools.doctor.diagnose"], "_HOST_CHECKS", ())
     for name in ("cat.jpg", "book.txt"):
         shutil.copy(belongings / name, name)
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for rows in re.findall(r"^```json\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        Path("train.jsonl").write_text(rows, encoding="utf-8")
     for command in commands(page):
         with pytest.MonkeyPatch.context() as patch:
             code, printed = outcome(at_its_place(command, belongings, patch))
