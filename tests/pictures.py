@@ -2,7 +2,7 @@
 
 The first directory holds the config of GLM-4-9B-chat, the second what `duoka demo --keep` writes.
 The plan is made for the simulated machine `unequal`; a server on virtual GPUs is real. Needs a
-Chromium, and fonts for Chinese.
+Chromium, and fonts for Chinese. Stop other programs of duoka first: `duoka top` shows them, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from served import serving
 from duoka.cli.main import run
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
-GPUS = ("--gpus", "virtual:32MiB,24MiB", "--context", "128", "--sequences", "4")
+GPUS = ("--gpus", "virtual:32MiB,24MiB", "--context", "128", "--sequences", "2")
 QUESTIONS = {
     "page.png": ("en-US", "What is pipeline parallelism?", "What is NVLink?"),
     "page.zh-CN.png": ("zh-CN", "什么是流水线并行？", "显存不足怎么办？"),
@@ -82,9 +82,9 @@ def chat(browser: Chromium, url: str, name: str, language: str, questions: list[
 
 
 def shrink(path: Path) -> None:
-    """Reduce a picture to 128 colours."""
+    """Reduce a picture to 64 colours."""
     with Image.open(path) as picture:
-        picture.convert("RGB").quantize(128).save(path, optimize=True)
+        picture.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,11 @@ with ``$``, in ``python`` blocks all of it. They run one after the other in a di
 printed, line by line, but for small differences in what is measured; a line of ``…`` stands for
 anything.
 
-The pages of docs/situations and the tutorial say besides on what a block is run: ``<!-- run on eight-3090 -->`` on a
-recorded machine, ``<!-- run on code -->`` with the code that comes with a checkpoint, and
-``<!-- run on virtual:2x8GiB -->`` with weights, on these GPUs in the place of those that the page
-names; see `newcomer`. ``exit 13`` there is how the last command ends.
+The pages of docs/situations and the tutorial say besides on what a block is run: ``<!-- run on
+eight-3090 -->`` on a recorded machine, ``<!-- run on code -->`` with the code that comes with a
+checkpoint, and ``<!-- run on virtual:2x8GiB -->`` with weights, on these GPUs in the place of those
+that the page names, or of all; see `newcomer`. ``exit 13`` there is how the last command ends. The
+tutorial's rows of JSON are in ``train.jsonl``.
 """
 
 from __future__ import annotations
@@ -177,9 +178,7 @@ def outcome(command: Command) -> tuple[int, str]:
 # A program and a block of Python, which start as they do for people.
 NO_FORKS = ("docs/exports.md", "docs/gpus.md")
 RUN = [
-    page
-    for page in PAGES
-    if commands(page) and not page.endswith(".zh-CN.md") and page != TUTORIAL
+    page for page in PAGES if commands(page) and not page.endswith(".zh-CN.md") and page != TUTORIAL
 ]
 
 

@@ -38,7 +38,7 @@ def destination(link: str, path: Path) -> tuple[str, int | None]:
         return link, None
     page = (path.parent / target).resolve() if target else path.resolve()
     number = [found for _, found in headings(page)].index(anchor) if anchor else None
-    return str(page).replace(".zh-CN.md", ".md"), number
+    return str(page).replace(".zh-CN.", "."), number  # pictures, too
 
 
 def shape(page: str) -> dict[str, list[object]]:
