@@ -67,4 +67,4 @@ def _requirements(*, optional: bool) -> Mapping[str, Requirement]:
         needed = map(Requirement, requires("duoka") or [])
     except PackageNotFoundError:
         return {}
-    return {each.name: each for each in needed if (each.marker is not None) == optional}
+    return {it.name: it for it in needed if (it.marker is not None) == optional}

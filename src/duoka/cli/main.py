@@ -114,12 +114,12 @@ def _first_steps() -> str:
     if not cards:
         return _FIRST_STEPS.format(*_WITHOUT_GPUS)
     products = Counter(card.name for card in cards)
-    found = ", ".join(f"{count} × {name}" for name, count in products.items())
+    cards_text = ", ".join(f"{count} × {name}" for name, count in products.items())
     is_small = sum(card.free_bytes or 0 for card in cards) < _GLM4_BYTES
     model = "zai-org/chatglm3-6b" if is_small else "zai-org/glm-4-9b-chat"
     run = f"{model} --context 8K"
     tune = f"tune {model} train.jsonl --checkpointing --save run"
-    return _FIRST_STEPS.format(f"This machine has {found}.", run, f"chat {run}", tune)
+    return _FIRST_STEPS.format(f"This machine has {cards_text}.", run, f"chat {run}", tune)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
