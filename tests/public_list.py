@@ -163,6 +163,8 @@ def _parameters(name: str, function: Any) -> Iterator[Item]:
 
 def _default(default: object, kind: str, field: Any = None) -> str:
     if default is MISSING and field is not None and field.default_factory is not MISSING:
+        if not inspect.isclass(field.default_factory):
+            return f"{kind}, default computed"  # it may depend on the environment
         default = field.default_factory()
     if default is MISSING:
         return f"required, {kind}"
