@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -222,9 +221,11 @@ def test_the_image_is_built_from_what_is_here() -> None:
     allowed = {rule[1:] for rule in rules if rule.startswith("!")}
     assert copied == allowed
     assert all((ROOT / path).exists() for path in copied)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    for pattern in [project["readme"], *project["license-files"]]:
-        matched = [path.name for path in ROOT.iterdir() if fnmatch(path.name, pattern)]
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    project = tomllib.loads(text)["project"]
+    readmes = re.findall(r'^(?:readme|path) = "(.*)"', text, re.M)
+    for pattern in [*readmes, *project["license-files"]]:
+        matched = [path.relative_to(ROOT).parts[0] for path in ROOT.glob(pattern)]
         assert matched, pattern
         assert {*matched} <= copied, pattern
     (version,) = re.findall(r"^ARG PYTHON_IMAGE=python:3\.(\d+)-slim", DOCKERFILE, re.M)
