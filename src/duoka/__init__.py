@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .tuner.settings import TuneSettings
     from .tuner.tune import tune
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Checkpoint",
     "Constraints",
