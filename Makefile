@@ -13,7 +13,7 @@ PYTHON ?=
 CANDIDATES := $(if $(PYTHON),$(PYTHON),python3.11 python3.12 python3.13 python3 python)
 
 .PHONY: demo test test-all nightly newest oldest fuzz cuda check schema reference golden golden-update \
-  clean
+  release-check clean
 
 demo: $(STAMP)
 	$(BIN)/duoka demo
@@ -90,8 +90,16 @@ golden: $(STAMP)
 golden-update: $(STAMP)
 	$(BIN)/python tests/golden --update $(PARTS)
 
+# Whether the working tree can be released (scripts/release_check.py): builds the wheels, the sdist and
+# the SBOM in dist/, installs a wheel and runs the demo. Its tools have an environment of their own.
+# `make release-check UPDATE=--update` also writes docs/licenses.md.
+UPDATE ?=
+RELEASE_VENV := .venv-release
+release-check: $(RELEASE_VENV)/.duoka-installed
+	$(RELEASE_VENV)/bin/python scripts/release_check.py $(UPDATE)
+
 clean:
-	rm -rf $(VENV) $(CUDA_VENV) .venv-newest .venv-oldest
+	rm -rf $(VENV) $(CUDA_VENV) .venv-newest .venv-oldest .venv-release
 
 # Made again when a dependency or what is compiled changes. A candidate counts when it is new enough
 # and can make virtual environments (Debian ships a Python without ensurepip).
@@ -101,7 +109,10 @@ $(CUDA_STAMP): export PIP_FIND_LINKS := $(CURDIR)/tests/cuda_rig/c
   $(@D)/bin/python -m pip install --quiet packaging && $(@D)/bin/python tests/lower_bounds.py
 CONSTRAINTS = cat constraints.txt
 VERSION_STAMPS := .venv-newest/.duoka-installed .venv-oldest/.duoka-installed
-$(STAMP) $(CUDA_STAMP) $(VERSION_STAMPS): pyproject.toml constraints.txt hatch_build.py $(wildcard src/duoka/forecast/*.[ch])
+INSTALL = -e '.[all,dev]'
+$(RELEASE_VENV)/.duoka-installed: INSTALL = -r scripts/requirements.txt
+$(RELEASE_VENV)/.duoka-installed: scripts/requirements.txt
+$(STAMP) $(CUDA_STAMP) $(VERSION_STAMPS) $(RELEASE_VENV)/.duoka-installed: pyproject.toml constraints.txt hatch_build.py $(wildcard src/duoka/forecast/*.[ch])
 	@for python in $(CANDIDATES); do \
 	  if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
 	      >/dev/null 2>&1; then \
@@ -113,7 +124,7 @@ $(STAMP) $(CUDA_STAMP) $(VERSION_STAMPS): pyproject.toml constraints.txt hatch_b
 	exit 1
 	($(CONSTRAINTS)) > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  -c $(@D)/constraints.txt -e '.[all,dev]'
+	  -c $(@D)/constraints.txt $(INSTALL)
 	@touch $@
 
 $(RAY_STAMP): $(STAMP)

@@ -33,9 +33,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def files() -> list[Path]:
-    return sorted(
-        path for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")
-    )
+    folders = ("src", "tests", "benchmarks", "scripts")
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
 def functions(tree: ast.AST) -> Iterator[Function]:
