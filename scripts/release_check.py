@@ -125,7 +125,12 @@ def changelog_faults(version: str, changelog: str, citation: str) -> list[str]:
 
 def wheel_faults(names: Iterable[str], sources: Iterable[str], *, is_compiled: bool) -> list[str]:
     """Compare the files of a wheel with the source files of the package (paths from duoka/ on)."""
-    files = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
+    # auditwheel adds entries of directories.
+    files = {
+        name
+        for name in names
+        if not name.endswith("/") and not name.split("/")[0].endswith(".dist-info")
+    }
     expected = {name for name in sources if not name.endswith(SOURCES_ONLY)}
     expected |= {COMPILED} if is_compiled else set()
     return [

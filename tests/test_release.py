@@ -67,7 +67,7 @@ def test_the_changelog_of_a_release() -> None:
 def test_the_contents_of_wheels() -> None:
     sources = ["duoka/__init__.py", "duoka/forecast/_memory.c", "duoka/forecast/_allocator.h"]
     pure = ["duoka/__init__.py", "duoka-1.2.0.dist-info/METADATA"]
-    compiled = [*pure, "duoka/forecast/_memory.abi3.so"]
+    compiled = [*pure, "duoka/forecast/", "duoka/forecast/_memory.abi3.so"]
     assert release_check.wheel_faults(pure, sources, is_compiled=False) == []
     assert release_check.wheel_faults(compiled, sources, is_compiled=True) == []
     assert release_check.wheel_faults(pure, sources, is_compiled=True) == [
