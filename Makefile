@@ -12,8 +12,8 @@ JOBS ?= 2
 PYTHON ?=
 CANDIDATES := $(if $(PYTHON),$(PYTHON),python3.11 python3.12 python3.13 python3 python)
 
-.PHONY: demo test test-all nightly newest oldest fuzz cuda check schema reference golden golden-update \
-  release-check clean
+.PHONY: demo test test-all nightly newest oldest fuzz cuda check docs schema reference golden \
+  golden-update release-check clean
 
 demo: $(STAMP)
 	$(BIN)/duoka demo
@@ -72,6 +72,13 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+# The documentation site, in build/site: English, and Chinese in zh/. A broken link, anchor or
+# docstring is an error. duoka itself isn't installed for it: docstrings are read, not imported.
+DOCS_VENV := .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.installed
+docs: $(DOCS_STAMP)
+	$(DOCS_VENV)/bin/python docs/site/build.py
+
 # Writes the schemas of plan files and reports anew, after a change to the dataclasses that they
 # are made of.
 schema: $(STAMP)
@@ -99,10 +106,23 @@ release-check: $(RELEASE_VENV)/.duoka-installed
 	$(RELEASE_VENV)/bin/python scripts/release_check.py $(UPDATE)
 
 clean:
-	rm -rf $(VENV) $(CUDA_VENV) .venv-newest .venv-oldest .venv-release
+	rm -rf $(VENV) $(CUDA_VENV) $(DOCS_VENV) .venv-newest .venv-oldest .venv-release
 
-# Made again when a dependency or what is compiled changes. A candidate counts when it is new enough
-# and can make virtual environments (Debian ships a Python without ensurepip).
+# Makes a virtual environment with the first candidate that is new enough and can make some (Debian
+# ships a Python without ensurepip).
+define MAKE_VENV
+@for python in $(CANDIDATES); do \
+  if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
+      >/dev/null 2>&1; then \
+    echo "making $(@D) with $$python" && exec $$python -m venv $(@D); \
+  fi; \
+done; \
+echo "duoka needs Python 3.11 or newer with its venv module; tried: $(CANDIDATES)" >&2; \
+echo "hint: install one, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; \
+exit 1
+endef
+
+# Made again when a dependency or what is compiled changes.
 $(CUDA_STAMP): export PIP_FIND_LINKS := $(CURDIR)/tests/cuda_rig/c
 .venv-newest/.duoka-installed: CONSTRAINTS = grep '^torch==' constraints.txt
 .venv-oldest/.duoka-installed: CONSTRAINTS = grep '^torch==' constraints.txt && \
@@ -113,15 +133,7 @@ INSTALL = -e '.[all,dev]'
 $(RELEASE_VENV)/.duoka-installed: INSTALL = -r scripts/requirements.txt
 $(RELEASE_VENV)/.duoka-installed: scripts/requirements.txt
 $(STAMP) $(CUDA_STAMP) $(VERSION_STAMPS) $(RELEASE_VENV)/.duoka-installed: pyproject.toml constraints.txt hatch_build.py $(wildcard src/duoka/forecast/*.[ch])
-	@for python in $(CANDIDATES); do \
-	  if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
-	      >/dev/null 2>&1; then \
-	    echo "making $(@D) with $$python" && exec $$python -m venv $(@D); \
-	  fi; \
-	done; \
-	echo "duoka needs Python 3.11 or newer with its venv module; tried: $(CANDIDATES)" >&2; \
-	echo "hint: install one, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; \
-	exit 1
+	$(MAKE_VENV)
 	($(CONSTRAINTS)) > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  -c $(@D)/constraints.txt $(INSTALL)
@@ -129,4 +141,12 @@ $(STAMP) $(CUDA_STAMP) $(VERSION_STAMPS) $(RELEASE_VENV)/.duoka-installed: pypro
 
 $(RAY_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	@touch $@
+
+# An older pip doesn't know dependency groups.
+$(DOCS_STAMP): pyproject.toml constraints.txt
+	$(MAKE_VENV)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -c constraints.txt --group docs
 	@touch $@

@@ -1,6 +1,6 @@
 """Errors that duoka raises for mistakes of the user and limits of the machine.
 
-The tree, with the exit code that the command line returns for each::
+The tree, with the exit code that the command line returns for each:
 
     DuokaError                  1   base class, also for errors without a class of their own
     ├── UsageError              2   an invalid option, size or combination of options
@@ -115,7 +115,9 @@ class PlacementError(DuokaError):
     ----------
     message : str
         Summary of the errors.
-    faults : Faults
+    hint : str, optional
+        As for `DuokaError`.
+    faults : Faults, optional
         All invalid names. Its fields are also attributes of the error: `missing`, `unknown`,
         `doubled`, `split`, `misplaced`, `nearest`, `completed`.
     """
@@ -150,10 +152,16 @@ class WayOut:
         Command-line arguments to add, or to replace the options of the same name.
     without : tuple of str
         Options to remove from the command line.
-    context_tokens, batch, prefill_chunk_tokens : int
-        Workload of the changed request; the chunk is None if prefill is a single pass.
-    num_gpus, free_bytes : int
-        Number of GPUs in use, and the smallest unreserved part of a budget among them.
+    context_tokens : int
+        Context of the changed request.
+    batch : int
+        Batch of the changed request.
+    prefill_chunk_tokens : int, optional
+        Prefill chunk of the changed request; None if prefill is a single pass.
+    num_gpus : int
+        Number of GPUs in use.
+    free_bytes : int
+        The smallest unreserved part of a budget among the GPUs in use.
     """
 
     kind: str
@@ -182,6 +190,8 @@ class InfeasibleError(DuokaError):
     ----------
     message : str
         The request and the missing memory.
+    hint : str, optional
+        As for `DuokaError`; suggestions replace it.
     shortfall_bytes : int
         Lower bound of the bytes missing on the whole fleet.
     ways_out : sequence of WayOut

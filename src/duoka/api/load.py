@@ -59,6 +59,7 @@ def load(
     Parameters
     ----------
     plan : Plan
+        A plan of a checkpoint, for generation or training.
     progress : callable, optional
         Called with (bytes done, total bytes) while the weights are read.
     download_progress : callable, optional
@@ -255,6 +256,7 @@ def dispatch(
     Parameters
     ----------
     model : torch.nn.Module
+        The model to distribute; its modules are moved in place.
     placement : Placement, Plan or mapping
         A mapping has torch's device names by module names.
     outputs : {"return", "stay"}
@@ -284,6 +286,7 @@ def lora_targets(model: nn.Module, names: Sequence[str]) -> list[str]:
     Parameters
     ----------
     model : torch.nn.Module
+        A model returned by `load`, or any other one.
     names : sequence of str
         Suffixes of module names, in the model's published code or its class: "query_key_value" of
         a ChatGLM is "q_proj", "k_proj" and "v_proj" in the class that `load` returns.

@@ -74,7 +74,7 @@ def plan(
         `Placement.from_device_map`. The words of transformers choose a strategy instead.
     constraints : Constraints
         The strategy, modules pinned to devices, and memory to leave free.
-    largest : {"context", "batch"}, optional
+    largest : "context" or "batch", optional
         Plan for the longest context or the largest batch that fits, instead of the workload's.
     inputs : mapping or tuple, optional
         Arguments of one call of the module, for which the plan is then made; excludes a workload.
@@ -135,12 +135,21 @@ def plan_replicas(
     Parameters
     ----------
     model : path, str or Checkpoint
-    fleet, workload
-        As for `plan`; the workload is that of one replica.
+        As for `plan`.
+    fleet : Fleet or str
+        As for `plan`.
+    workload : Workload, optional
+        The workload of one replica.
     number : int or "auto"
         Number of replicas; "auto" for as many as fit.
-    use_all, objective, constraints, suggest
-        As for `plan`; with `use_all` no device stays idle.
+    use_all : bool
+        Leave no device idle.
+    objective : {"auto", "headroom", "latency", "throughput"}
+        As for `plan`.
+    constraints : Constraints
+        As for `plan`.
+    suggest : bool
+        As for `plan`.
 
     Raises
     ------

@@ -73,7 +73,7 @@ class Checkpoint:
         The tensors by name. None if no file lists them: a config alone, or a single ``.bin`` file.
     files : tuple of Path
         The files with weights, sorted by name.
-    format : {"safetensors", "bin", "none"}
+    format : {"none", "safetensors", "bin"}
         Format of the files with weights; "none" if there are none.
     fingerprint : str
         Hash of config, tensor names, shapes and dtypes, files, and trusted code. It depends neither
@@ -87,6 +87,8 @@ class Checkpoint:
     stamps : mapping of Path to Stamp
         Stamps (size, time, inode) of the files with weights that are on this machine; a reader
         compares them to detect a change.
+    folder : Folder, optional
+        The directory or repository with the files; `fetch` downloads from it.
     """
 
     path: Path

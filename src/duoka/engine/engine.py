@@ -134,8 +134,14 @@ class Engine:
     on_failure : callable, optional
         Called in the engine's thread with the error when the engine fails for good (a lost GPU or
         process, or a defect), before its requests fail.
-    trust_remote_code, adapter, progress, download_progress
+    trust_remote_code : bool
+        Run the checkpoint's own model code.
+    adapter : path, optional
+        Directory of a LoRA adapter to merge into the weights, as for `load`.
+    progress : callable, optional
         As for `load`; the processes of GPUs report no progress.
+    download_progress : callable, optional
+        As for `load`.
     opened : OpenedModel, optional
         The plan's model, if it has been opened already.
 
@@ -231,6 +237,7 @@ class Engine:
             A question or a chat, formatted with the model's chat template; or the token ids of a
             complete prompt.
         params : SamplingParams
+            Parameters of sampling and the ends of the completion; by default greedy.
         kept_ids : collection of int
             Special tokens that are kept in the generated text; others are removed.
         on_event : callable, optional
@@ -317,10 +324,16 @@ class Engine:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams = _GREEDY, *, n: int = 1
     ) -> list[Completion]:
-        """Run all prompts, each `n` times; return completions in the order of the prompts.
+        """Run all prompts; return completions in the order of the prompts.
 
-        The n generations of a prompt share its KV cache pages; `SamplingParams.split` derives
-        their seeds.
+        Parameters
+        ----------
+        prompts : sequence of prompts
+            As for `submit`.
+        params : SamplingParams
+            As for `submit`; `SamplingParams.split` derives the seeds of the `n` completions.
+        n : int
+            Completions per prompt, which share its KV cache pages.
         """
         streams = [self.submit(prompt, chosen) for prompt in prompts for chosen in params.split(n)]
         return [stream.result() for stream in streams]

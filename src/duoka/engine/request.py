@@ -24,18 +24,27 @@ class SamplingParams(Sampling):
 
     Parameters
     ----------
-    temperature, top_p, top_k, max_new_tokens, seed
-        See `Sampling`. An answer with a seed doesn't depend on the other requests of a step, except
-        for rounding differences that decide between nearly equal tokens. Without a seed, each
-        answer gets a random one.
+    temperature : float
+        Divides the logits. At most 0.0001 is greedy: the most likely token is taken.
+    top_p : float
+        Sample among the smallest set of most likely tokens with this total probability.
+    top_k : int
+        Sample among this many most likely tokens; 0 for no limit.
+    max_new_tokens : int, optional
+        Maximum number of generated tokens; None for the limit of the engine or of the context.
+    seed : int, optional
+        An answer with a seed doesn't depend on the other requests of a step, except for rounding
+        differences that decide between nearly equal tokens. Without a seed, each answer gets a
+        random one.
     min_p : float
         Exclude tokens whose probability is below `min_p` times that of the likeliest token.
     repetition_penalty : float
         The logit of each token that is in the prompt or the answer is divided by it if positive,
         and multiplied by it otherwise (Keskar et al., 2019).
-    presence_penalty, frequency_penalty : float
-        Subtracted from the logit of a token that is in the answer: `presence_penalty` once,
-        `frequency_penalty` for each occurrence.
+    presence_penalty : float
+        Subtracted from the logit of a token that is in the answer.
+    frequency_penalty : float
+        Subtracted from the logit of a token for each time that it is in the answer.
     logit_bias : mapping of int to float
         Added to the logits, by token id.
     stop : tuple of str

@@ -63,6 +63,7 @@ class Training:
     optimizer : {"adamw", "adamw8bit", "adafactor", "sgd"}
         AdamW, Adafactor and SGD of torch; "adamw8bit" is bitsandbytes' AdamW with 8-bit states.
     lora_rank : int
+        Rank of the adapters.
     lora_alpha : int, optional
         Adapter outputs are scaled by this number divided by the rank; None is twice the rank.
     rslora : bool
@@ -170,17 +171,18 @@ class Workload:
     ----------
     batch : int
         Sequences that run together. Several prompts are forecast with padding and a mask.
-    prompt_tokens, new_tokens : int
-        Tokens of each prompt or trained sequence, and generated tokens (0 in training).
+    prompt_tokens : int
+        Tokens of each prompt or trained sequence.
+    new_tokens : int
+        Generated tokens of each sequence; 0 in training.
     dtype : {"auto", "float32", "float16", "bfloat16"}
         Dtype of the weights, also as "fp32" and so on; "auto" is that of the checkpoint.
     prefill_chunk_tokens : int, None or "auto"
         Prompt tokens that run in one step. None is the whole prompt, "auto" as many as fit.
     cache : {"dynamic", "int8", "paged", "paged-int8"}
-        The KV cache: "dynamic" grows with each token, as in `generate`; "int8" grows in 8 bit;
-        "paged" has pages, which requests hold while they run (`Engine`); "paged-int8" has 8-bit
-        pages. With pages, `batch` is the most running requests, and `prefill_chunk_tokens` the most
-        tokens of a step over all requests.
+        The KV cache: "dynamic" grows with each token, as in `generate`, "int8" too, in 8 bit;
+        "paged" has pages, which requests hold while they run (`Engine`), "paged-int8" 8-bit pages.
+        With pages, `batch` is the most running requests, `prefill_chunk_tokens` a step's tokens.
     quantize : {"none", "int8", "int4", "nf4", "auto"}
         Quantization of the weights of linear layers while loading; "auto" is the first of "none",
         "int8", "int4" that fits ("nf4" instead of "int4" in training). Use "none" for a checkpoint
@@ -198,12 +200,11 @@ class Workload:
         Pages of a paged cache; by default as many as fit.
     pages_for_batch : bool
         True to set `pages` to those of `batch` full contexts, as `duoka generate` and `chat` do.
-    page_tokens : {16, 256}
+    page_tokens : {16, 32, 256}
         Tokens of a page; planning sets it unless `pages` are given. FlashAttention reads pages of
-        256 tokens in place; any other attention gathers the pages first.
+        256 tokens in place; other attention gathers pages of 16 tokens, or 32 of latents (MLA).
     cuda_graphs : bool or int
-        Replay decode steps as CUDA graphs where FlashAttention reads pages in place; planning sets
-        the most tokens of such a step for experts.
+        Replay FlashAttention's decode steps as CUDA graphs; an int is the most tokens of a step.
     gpu_generation : GpuGeneration
         Generation of the GPUs; planning sets it to that of the fleet.
     training : Training, optional
@@ -212,9 +213,10 @@ class Workload:
         Names of modules of experts in host memory, set by planning; or `ALL_EXPERTS`.
     expert_cache_bytes : int
         Size of the GPU's cache for each of them, if GPUs fetch; 0 if the CPU computes.
-    adapters, adapter_digests : tuple
-        Name and directory of each LoRA adapter that requests over a paged cache may choose; a hash
-        of the shapes of each, set by planning.
+    adapters : tuple of (str, str)
+        Name and directory of each LoRA adapter that requests over a paged cache may choose.
+    adapter_digests : tuple of str
+        Hash of the shapes of each adapter, set by planning.
 
     Raises
     ------

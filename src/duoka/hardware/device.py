@@ -41,16 +41,22 @@ class Device:
         torch's name in this process.
     budget_bytes : int
         Limit of the bytes reserved by the allocator.
-    product, uuid, pci_address : str
-        NVML's name, identity and address; empty if unknown.
+    product : str
+        NVML's name of the GPU; empty if unknown.
+    uuid : str
+        NVML's identity of the GPU; empty if unknown.
+    pci_address : str
+        Address on the PCI bus; empty if unknown.
     memory_bytes : int, optional
         The total memory. None if only a budget was declared.
     reserve_bytes : int
         Bytes outside the budget (`RESERVE_BYTES`, plus less than `STEP_BYTES` for a GPU of this
         machine). Budget and reserve add up to the free memory, or, for a declared GPU, to the
         memory offered by an empty one.
-    memory_bytes_per_second, flops_per_second : float, optional
-        Rates of the memory and of dense matrix products in 16 bit. None if unknown.
+    memory_bytes_per_second : float, optional
+        Bandwidth of the memory. None if unknown.
+    flops_per_second : float, optional
+        Rate of dense matrix products in 16 bit. None if unknown.
     has_bfloat16 : bool, optional
         True if the device computes in bfloat16, as NVIDIA GPUs from Ampere on. None if unknown.
     float32_flops_per_second : float, optional
@@ -124,9 +130,14 @@ class Link:
 
     Parameters
     ----------
-    source, target : str
-        Names of two devices.
-    bytes_per_second, latency_seconds : float
+    source : str
+        Name of the device that is read.
+    target : str
+        Name of the device that is written.
+    bytes_per_second : float
+        Speed of a large copy.
+    latency_seconds : float
+        Time of an empty copy.
     measured : bool
         True if the figures are measured; otherwise they are estimates from the connectors that the
         driver or the catalogue reports.

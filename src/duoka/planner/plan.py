@@ -60,9 +60,11 @@ class Plan:
         "headroom" (the least `headroom_bytes` of a device in use), "latency", "throughput" or
         "pages"; "balance" and "order" for the strategies balanced and sequential; "given" for a
         device map, with the least `free_bytes` as value.
-    value, bound : float
-        The objective's value, and the best value that a placement under the same conditions (number
-        of devices, free memory, constraints) can have.
+    value : float
+        The objective's value.
+    bound : float
+        The best value that a placement under the same conditions (number of devices, free memory,
+        constraints) can have.
     binding_device : str
         The device that limits the objective.
     request : PlanRequest

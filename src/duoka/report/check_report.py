@@ -240,6 +240,12 @@ class CheckReport:
         Faults at which CUDA raises an error, each line once, in the order of occurrence.
     warnings : tuple of Fault
         Faults without an error on this placement, which raise an error on other placements.
+    memory : tuple of PeakMemory
+        Peak memory of each device, beside its budget.
+    transfers : tuple of DeviceTransfer
+        Copies between devices, by line of code.
+    syncs : tuple of Sync
+        Lines of code that wait for a GPU.
     notes : tuple of str
         Differences between the check and a normal run, such as compiled code that ran eagerly.
     stop : Stop, optional

@@ -87,8 +87,10 @@ class TuneSettings:
         or the model's limit; with packing, it is that maximum itself.
     packing : bool
         Put several samples into one sequence; samples don't attend to one another.
-    images, image_size : int, tuple of int, optional
-        Images in a sequence, and height and width of the largest one; set from the data.
+    images : int
+        Number of images in a sequence; set from the data.
+    image_size : tuple of int, optional
+        Height and width of the largest image; set from the data.
     skip_bad : bool
         Skip unusable rows instead of refusing the data.
     method : {"lora", "qlora", "full"}
@@ -98,10 +100,14 @@ class TuneSettings:
         direct preference optimization. The reference model is the model without the adapters.
     dpo_beta : float
         Scale of the rewards of DPO; a larger one keeps the model closer to the reference model.
-    batch, micro_batch : int
-        Number of sequences in a step, and in a forward pass; with `dpo` of pairs.
-    epochs, steps : int
-        Passes over the data; or the number of steps, which replaces `epochs`.
+    batch : int
+        Number of sequences in an optimizer step; with `dpo` of pairs.
+    micro_batch : int
+        Number of sequences in a forward pass; with `dpo` of pairs.
+    epochs : int
+        Number of passes over the data.
+    steps : int, optional
+        Number of optimizer steps, which replaces `epochs`.
     lr : float, optional
         The maximum learning rate; by default 1e-4, with the method "full" 1e-5, with `dpo` 5e-6.
     lr_schedule : {"cosine", "linear", "constant", "cosine_with_restarts", "polynomial", \
@@ -110,18 +116,30 @@ class TuneSettings:
     warmup : int, optional
         Number of warm-up steps; by default 3 % of all steps.
     optimizer : {"adamw", "adamw8bit", "adafactor", "sgd"}
+        AdamW, Adafactor and SGD of torch; "adamw8bit" is bitsandbytes' AdamW with 8-bit states.
     weight_decay : float
         Weight decay of matrices.
     max_grad_norm : float
         Norm to which the gradients of all parameters together are clipped; 0 disables clipping.
-    lora_rank, lora_alpha, rslora, lora_dropout, lora_target
-        Settings of the adapters, as for `Training`.
+    lora_rank : int
+        Rank of the adapters.
+    lora_alpha : int, optional
+        Adapter outputs are scaled by this number divided by the rank; None is twice the rank.
+    rslora : bool
+        Divide `lora_alpha` by the square root of the rank instead (rsLoRA).
+    lora_dropout : float
+        Dropout probability of adapter inputs, from 0 to below 1.
+    lora_target : tuple of str
+        Names of the modules that get adapters, as in peft's ``target_modules``; empty for every
+        linear layer except the head.
     train_vision : bool
         Also train modules that only images reach, such as a vision tower; by default they are
         frozen.
-    dtype, quantize : str
-        Dtype and quantization of the weights, as for `Workload`; the method "qlora" quantizes to
-        "nf4" unless `quantize` says otherwise.
+    dtype : {"auto", "float32", "float16", "bfloat16"}
+        Dtype of the weights; "auto" is that of the checkpoint.
+    quantize : str
+        Quantization of the weights, as for `Workload`; the method "qlora" quantizes to "nf4" unless
+        `quantize` says otherwise.
     checkpointing : bool
         Recompute activations in the backward pass (gradient checkpointing).
     experts : {"auto", "gpu", "host"}
@@ -133,9 +151,11 @@ class TuneSettings:
         Pipeline schedule of the stages.
     seed : int
         Seed for the order of samples, the initial values of adapters, and dropout.
-    save_every, eval_every : int, optional
-        Steps between checkpoints or evaluations; 0 for only one at the end. By default a tenth of
-        the run, and checkpoints 15 minutes after the last one if that is sooner.
+    save_every : int, optional
+        Steps between checkpoints; 0 for only one at the end. By default a tenth of the run, or 15
+        minutes after the last one if that is sooner.
+    eval_every : int, optional
+        Steps between evaluations; 0 for only one at the end. By default a tenth of the run.
     keep : int
         Number of newest checkpoints to keep, beside the one with the best evaluation loss.
     early_stopping : int, optional

@@ -77,6 +77,7 @@ class Repairs(Sequence[Patch]):
     Parameters
     ----------
     patches : tuple of Patch
+        The patches, one for each file.
     uncured : tuple of (Fault, str)
         The faults without a fix, each with the reason.
     """

@@ -28,8 +28,9 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
     Parameters
     ----------
     plan : Plan
+        A plan of a checkpoint, without a paged KV cache.
     profile : Profile, optional
-        Of the plan's model; by default the one in the cache.
+        Profile of the plan's model; by default the one in the cache.
 
     Raises
     ------

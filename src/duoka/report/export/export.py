@@ -41,6 +41,7 @@ def export(
     Parameters
     ----------
     plan : Plan
+        The plan to write.
     tool : str
         "accelerate", "vllm", "sglang", "llama.cpp" or "swift".
     profile : Profile, optional
