@@ -22,7 +22,8 @@ def imported(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(
         f"docs_site_{name}", ROOT / "docs" / "site" / f"{name}.py"
     )
-    assert spec and spec.loader
+    assert spec is not None
+    assert spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -47,7 +48,8 @@ def test_every_page_is_in_the_navigation_once() -> None:
 def test_every_chinese_page_belongs_to_an_english_one() -> None:
     chinese = [*ROOT.glob("*.zh-CN.md"), *(ROOT / "docs").rglob("*.zh-CN.md")]
     shown = {ROOT / build.LANGUAGES[1].source(page) for page in NAV}
-    assert chinese and shown >= set(chinese)
+    assert chinese
+    assert shown >= set(chinese)
 
 
 def test_pages_have_places_of_their_own() -> None:
