@@ -110,21 +110,66 @@ def test_links_to_a_heading_follow_the_language(
     text = (tmp_path / "docs/a.md").read_text(encoding="utf-8")
     rewritten = chinese.rewrite(build._SWITCH.sub("", text), "docs/a.md", "docs/a.md")
     assert rewritten.split() == ["#", "A", "[b](b.md#这是什么)", "and", "`[b](c.md)`"]
+    text = "1. One\n\n   <!-- run -->\n   ```console\n   $ [b](c.md)\n   ```\n"
+    assert chinese.rewrite(text, "docs/a.md", "docs/a.md") == text.replace("   <!-- run -->\n", "")
     with pytest.raises(SystemExit, match=r"links to c\.md, which does not exist"):
         english.link("c.md", "docs/a.md", "docs/a.md")
 
 
-def test_broken_links_of_a_built_site_are_found(tmp_path: Path) -> None:
+def test_faults_of_a_built_site_are_found(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "index.html").write_text('<h2 id="chat"></h2><a href="../">up</a>')
     home = tmp_path / "index.html"
     home.write_text('<a href="run/#chat"></a><a href="/d/run/"></a><a href="https://x.org"></a>')
-    assert check.find_broken_links(tmp_path, "https://host/d/") == []
+    assert check.find_faults(tmp_path, "https://host/d/") == []
     home.write_text(
         '<a href="run/#tune"></a><a href="serve/"></a><script src="https://x.org/a.js"></script>'
+        "<pre>```</pre><p>```sh\nduoka</p>"
     )
-    assert check.find_broken_links(tmp_path, "https://host/d/") == [
+    assert check.find_faults(tmp_path, "https://host/d/") == [
         "index.html loads https://x.org/a.js",
+        "index.html shows Markdown: ```sh",
         "index.html links to run/#tune: no such anchor",
         "index.html links to serve/, which does not exist",
     ]
+
+
+def test_pages_are_adapted_to_python_markdown() -> None:
+    text = """\
+Text:
+1. An item
+   goes on:
+
+   ```console
+   $ duoka
+     - no item
+   ```
+   - one of its own
+
+10. Another
+No item.
+
+| a | b |
+| `x\\|y` | 1. |
+"""
+    assert (
+        build.adapt(text)
+        == """\
+Text:
+
+1. An item
+    goes on:
+
+    ```console
+    $ duoka
+      - no item
+    ```
+    - one of its own
+
+10. Another
+No item.
+
+| a | b |
+| `x|y` | 1. |
+"""
+    )

@@ -37,7 +37,7 @@ WIDE = "---\nhide:\n  - navigation\n  - toc\n---\n\n"
 # Code stays as it is, comments are left out, and the targets of links and pictures are rewritten.
 _PARTS = re.compile(
     r"(?P<code>^(?P<indent> *)(?P<fence>```+).*?^(?P=indent)(?P=fence) *$|(?P<tick>`+).+?(?P=tick))"
-    r"|(?P<comment><!--.*?-->\n*)"
+    r"|(?P<comment>^ *<!--[^\n]*?-->\n+)"
     r"|(?P<before>\]\(|(?:src|href)=\")(?P<target>[^)\s\"]+)(?P<after>[)\"])",
     re.DOTALL | re.MULTILINE,
 )
@@ -50,6 +50,8 @@ _SWITCH = re.compile(
 )
 _FENCED = re.compile(r"^( *)```.*?^\1```$", re.DOTALL | re.MULTILINE)
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+_TICKED = re.compile("`[^`]+`")
+_ITEM = re.compile(r" *(?:[-*+]|\d+\.) +")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,33 @@ def anchors(page: str) -> list[str]:
     return [re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings(page)]
 
 
+def adapt(text: str) -> str:
+    """Return a page as Python-Markdown reads it, which is stricter than GitHub.
+
+    What belongs to an item of a list is indented by four spaces, not by the width of the item's
+    marker; an empty line is before a list; and code in a table has no escaped bars.
+    """
+    lines: list[str] = []
+    columns: list[int] = []  # where the text of each open item begins
+    is_fenced = was_in_list = False
+    for line in text.splitlines():
+        item = None if is_fenced else _ITEM.match(line)
+        while line and not is_fenced and columns and line[: columns[-1]].strip():
+            columns.pop()
+        if item and not columns and not was_in_list and lines and lines[-1]:
+            lines.append("")
+        start = columns[-1] if columns else 0
+        adapted = " " * 4 * len(columns) + line[start:] if line else ""
+        if line.startswith("|"):
+            adapted = _TICKED.sub(lambda code: code[0].replace(r"\|", "|"), adapted)
+        lines.append(adapted)
+        if item:
+            columns.append(item.end())
+        was_in_list = bool(columns)
+        is_fenced ^= line.lstrip().startswith("```")
+    return "\n".join(lines) + "\n"
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     """The pages of one language, and where Zensical finds them."""
@@ -123,7 +152,7 @@ class Stage:
         for page in self.pages:
             source = self.language.source(page)
             text = (ROOT / source).read_text(encoding="utf-8")
-            text = self.rewrite(_SWITCH.sub("", text), source, page)
+            text = adapt(self.rewrite(_SWITCH.sub("", text), source, page))
             if self.language.code == "zh" and source == page:
                 heading, _, rest = text.partition("\n")
                 text = f"{heading}{ENGLISH_ONLY}{rest}"
@@ -233,7 +262,7 @@ def build(settings: dict[str, Any], language: Language) -> None:
 
 def main() -> None:
     """Build and check the site."""
-    from check import find_broken_links, find_docstring_faults
+    from check import find_docstring_faults, find_faults
 
     settings = read_settings()
     for directory in (STAGE, SITE):
@@ -241,7 +270,7 @@ def main() -> None:
     faults = find_docstring_faults(ROOT / "src", sorted((ROOT / "docs" / "api").glob("*.md")))
     for language in () if faults else LANGUAGES:
         build(settings, language)
-    faults = faults or find_broken_links(SITE, settings["project"]["site_url"])
+    faults = faults or find_faults(SITE, settings["project"]["site_url"])
     if faults:
         sys.exit("\n".join([*faults, f"{len(faults)} faults"]))
     sys.stdout.write(f"the site is in {SITE.relative_to(ROOT)}\n")

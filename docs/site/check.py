@@ -17,18 +17,25 @@ if TYPE_CHECKING:
 _DIRECTIVE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 
 
+# Markdown in the text of a page: what isn't as Python-Markdown wants it.
+_UNREAD = re.compile(r"```|\]\(|^(console|sh|python|json|text)\n")
+
+
 class BuiltPage(HTMLParser):
-    """Anchors, links and loaded files of one built page."""
+    """Anchors, links and loaded files of one built page, and its Markdown that wasn't read."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
         self.anchors: set[str] = set()
         self.links: list[str] = []
         self.loaded: list[str] = []
+        self.unread: list[str] = []
+        self._is_code = False
         self.feed(file.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Keep what an element links to, and its anchor."""
+        self._is_code |= tag in ("pre", "script")
         values = {name: value for name, value in attrs if value}
         self.anchors |= {values[name] for name in ("id", "name") if name in values}
         if tag == "a" and "href" in values:
@@ -38,15 +45,28 @@ class BuiltPage(HTMLParser):
         elif tag == "link" and values.get("rel") in ("stylesheet", "icon", "preconnect"):
             self.loaded.append(values.get("href", ""))
 
+    def handle_endtag(self, tag: str) -> None:
+        """Notice the end of code."""
+        self._is_code &= tag not in ("pre", "script")
 
-def find_broken_links(site: Path, site_url: str) -> list[str]:
-    """Return the links of the built pages that lead nowhere, and files loaded from other hosts."""
+    def handle_data(self, data: str) -> None:
+        """Keep text that looks like Markdown."""
+        if not self._is_code and _UNREAD.search(data):
+            self.unread.append(data.partition("\n")[0])
+
+
+def find_faults(site: Path, site_url: str) -> list[str]:
+    """Return the faults of the built pages.
+
+    Those are links that lead nowhere, files loaded from other hosts, and Markdown that wasn't read.
+    """
     pages = {file: BuiltPage(file) for file in sorted(site.resolve().rglob("*.html"))}
     base = urlsplit(site_url).path
     faults = []
     for file, page in pages.items():
         name = file.relative_to(site.resolve())
         faults += [f"{name} loads {each}" for each in page.loaded if urlsplit(each).netloc]
+        faults += [f"{name} shows Markdown: {each}" for each in page.unread]
         for link in [*page.links, *page.loaded]:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:
