@@ -45,6 +45,11 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert Counter(NAV) == Counter(pages)
 
 
+def test_entries_without_a_page_are_left_out() -> None:
+    nav = [{"Start": ["README.md", "docs/none.md"]}, {"No": ["docs/none.md"]}, "docs/none.md"]
+    assert build.existing(nav) == [{"Start": ["README.md"]}]
+
+
 def test_every_chinese_page_belongs_to_an_english_one() -> None:
     chinese = [*ROOT.glob("*.zh-CN.md"), *(ROOT / "docs").rglob("*.zh-CN.md")]
     shown = {ROOT / build.LANGUAGES[1].source(page) for page in NAV}

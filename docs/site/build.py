@@ -77,8 +77,19 @@ LANGUAGES = (Language("en", "", "English"), Language("zh", "zh/", "简体中文"
 
 
 def read_settings() -> dict[str, Any]:
-    """Read ``zensical.toml``."""
-    return tomllib.loads((HERE / "zensical.toml").read_text(encoding="utf-8"))
+    """Read ``zensical.toml``; the navigation has only pages that exist."""
+    settings = tomllib.loads((HERE / "zensical.toml").read_text(encoding="utf-8"))
+    settings["project"]["nav"] = existing(settings["project"]["nav"])
+    return settings
+
+
+def existing(nav: Any) -> Any:
+    """Return a navigation without pages that don't exist."""
+    if isinstance(nav, list):
+        return [kept for entry in nav if (kept := existing(entry))]
+    if isinstance(nav, dict):
+        return {name: kept for name, entry in nav.items() if (kept := existing(entry))}
+    return nav if (ROOT / nav).exists() else None
 
 
 def pages_in(nav: object) -> Iterator[str]:
