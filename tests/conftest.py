@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from duoka.base.garbage import freeze_objects
+from duoka.base.quiet import quiet_libraries
 from duoka.forecast.serving import Capacity
 
 # What a person has set for programs is none of the tests' business.
@@ -64,11 +65,13 @@ def pytest_report_header() -> str:
 def pytest_collection() -> Iterator[None]:
     """Keep modules and tests out of garbage collection.
 
-    They are a million objects, and each load of a model and each check collects garbage.
+    They are a million objects, and each load of a model and each check collects garbage. Modules
+    that import peft needn't import the compiler with it.
     """
     gc.disable()
     try:
-        return (yield)
+        with quiet_libraries():
+            return (yield)
     finally:
         freeze_objects()
         gc.enable()

@@ -28,7 +28,7 @@ def quiet_libraries() -> Iterator[None]:
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
-    curious = _CapabilityPatch()
+    curious = _ImportPatch()
     sys.meta_path.insert(0, curious)
     try:
         yield
@@ -41,12 +41,15 @@ def quiet_libraries() -> Iterator[None]:
 
 # Import hooks are called before a module is executed. This finder never finds a module: it patches
 # torch when the import of torchao or bitsandbytes begins, until the end of the scope.
-class _CapabilityPatch(MetaPathFinder):
+class _ImportPatch(MetaPathFinder):
     """Patches torch's query of a GPU's capability while libraries are imported.
 
     torch would query the GPU, which initializes CUDA in a process that may only plan, or fork
     later. Until CUDA is initialized, the patched query returns the capability of a T4, which Triton
     and bitsandbytes support.
+
+    Functions that bitsandbytes compiles stay as they are: duoka calls its kernels, not these, and
+    `torch.compile` imports the compiler at once, which takes seconds.
     """
 
     def __init__(self) -> None:
@@ -60,12 +63,12 @@ class _CapabilityPatch(MetaPathFinder):
             return
         self._is_answering = True
         triton = import_module("torch.utils._triton")
-        for module, function, answer in (
-            (torch.cuda, "get_device_capability", (7, 5)),
-            (triton, "has_triton", triton.has_triton_package()),
+        for module, function, answer, has_started in (
+            (torch.cuda, "get_device_capability", lambda *_: (7, 5), torch.cuda.is_initialized),
+            (triton, "has_triton", triton.has_triton_package, torch.cuda.is_initialized),
+            (torch, "compile", lambda function, **_: function, bool),
         ):
-            real = getattr(module, function)
-            answering = _answering(real, answer, torch.cuda.is_initialized)
+            answering = _answering(getattr(module, function), answer, has_started)
             self._answers.enter_context(mock.patch.object(module, function, answering))
 
     def forget(self) -> None:
@@ -74,14 +77,14 @@ class _CapabilityPatch(MetaPathFinder):
 
 
 def _answering(
-    real: Callable[..., Any], answer: Any, has_started: Callable[[], bool]
+    real: Callable[..., Any], answer: Callable[..., Any], has_started: Callable[[], bool]
 ) -> Callable[..., Any]:
-    """Wrap `real` to return `answer` to those libraries until `has_started` returns True."""
+    """Wrap `real` to be `answer` for those libraries until `has_started` returns True."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if caller.startswith(_QUERYING_PACKAGES) and not has_started():
-            return answer
+            return answer(*args, **kwargs)
         return real(*args, **kwargs)
 
     return function

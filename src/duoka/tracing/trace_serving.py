@@ -6,7 +6,7 @@ memory of a step depends only on its size and on the size of the cache (`forecas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,7 @@ _FEW = (
     *((2, 1, 2), (16, 16, 7), (11, 8, 3), (15, 4, 10), (13, 1, 2), (9, 8, 5)),
     *((12, 2, 11), (8, 4, 6), (14, 1, 4), (5, 2, 2)),
 )
+_Range = tuple[int, int]
 # The cache of each run as (sequences, context tokens, pages).
 _CACHES = (
     *((3, 100, 9), (5, 500, 40), (7, 900, 23), (2, 340, 61), (9, 200, 17), (4, 710, 30)),
@@ -68,7 +69,7 @@ def trace_serving(model: nn.Module, spec: TraceSpec) -> Profile:
 
 # Up to E / k tokens, each with k of E experts, count as reading the weights of their own experts;
 # more tokens count as reading the weights of all experts. So experts divide the sizes once more.
-def _ranges(few: int) -> list[tuple[Sequence[tuple[int, int, int]], tuple[int, int]]]:
+def _ranges(few: int) -> list[tuple[Sequence[tuple[int, int, int]], _Range]]:
     """Return step sizes to record, each list with the range of tokens for which rules then hold.
 
     `few` is the least E / k of the model's layers, `ENDLESS` for a model without experts.
@@ -101,16 +102,14 @@ class _ServingTracer(Tracer):
             raise Unlike("the model's code moves tensors between devices")
         self.observe(groups)
         self.caller_at = len(groups) - 1  # tokens are sampled on the device of the logits
-        firsts: list[RecordedStep] = []
-        for sizes, query in _ranges(min(few)):
-            samples: list[RecordedStep] = []
-            for number, (tokens, rows, logits) in enumerate(sizes):
-                size = StepSize(tokens=tokens, rows=rows, logits=logits)
-                first, later = self._record(number, size, is_few=query[1] - 1 <= min(few))
-                firsts.append(first)
-                samples.append(later)
-            yield self.fit(Regime(phase="serve", query=query), samples)
-        yield self.fit(Regime(phase="start", query=(1, 2)), firsts)
+        ranges, samples = _ranges(min(few)), list[tuple[_Range, RecordedStep]]()
+        for number in range(len(_CACHES)):
+            sizes = {query: sizes[number] for sizes, query in ranges if number < len(sizes)}
+            samples += self._record(number, sizes, min(few))
+        for _, query in ranges:
+            of_range = [sample for found, sample in samples if found == query]
+            yield self.fit(Regime(phase="serve", query=query), of_range)
+        yield self.fit(Regime(phase="start", query=(1, 2)), [sample for _, sample in samples])
 
     def _stepper(self, number: int) -> PagedModel:
         """Return the model over the cache of a run, by its number in `_CACHES`."""
@@ -126,29 +125,30 @@ class _ServingTracer(Tracer):
         return PagedModel(self.model, capacity, self.device, is_spread=True)
 
     def _record(
-        self, number: int, size: StepSize, *, is_few: bool
-    ) -> tuple[RecordedStep, RecordedStep]:
-        """Record the first step over the cache of a run, and a later step of this size."""
+        self, number: int, sizes: Mapping[_Range, tuple[int, int, int]], few: int
+    ) -> Iterator[tuple[_Range, RecordedStep]]:
+        """Record the first step over the cache of a run, and a later step of each size."""
         stepper = self._stepper(number)
-        capacity, samples = stepper.cache.capacity, []
-        runs: tuple[tuple[Phase, StepSize, Callable[[], None]], ...] = (
-            ("start", FIRST, stepper.start),
-            ("serve", size, partial(self._try_out, stepper, size)),
-        )
+        capacity = stepper.cache.capacity
+        attended = capacity.attended_tokens
+        runs: list[tuple[Phase, _Range, StepSize, Callable[[], None]]] = [
+            ("start", (1, 2), FIRST, stepper.start)
+        ]
+        for query, (tokens, rows, logits) in sizes.items():
+            size = StepSize(tokens=tokens, rows=rows, logits=logits)
+            runs.append(("serve", query, size, partial(self._try_out, stepper, size)))
         with self.recorder as recorder:
             recorder.forget()
-            for phase, now, run in runs:
-                recorded = recorder.record(run, is_few=is_few or phase == "start")
-                attended = capacity.attended_tokens
+            for phase, query, size, run in runs:
+                recorded = recorder.record(run, is_few=query[1] - 1 <= few)
                 values = serving_monomials(
-                    now,
+                    size,
                     gathered=attended,
                     numbers=capacity.page_numbers,
                     pages=capacity.pages,
-                    pairs=now.tokens * attended if capacity.has_block_tables else None,
+                    pairs=size.tokens * attended if capacity.has_block_tables else None,
                 )
-                samples.append(RecordedStep(phase, 1, now.tokens, 0, recorded, serving=values))
-        return samples[0], samples[1]
+                yield query, RecordedStep(phase, 1, size.tokens, 0, recorded, serving=values)
 
     def _try_out(self, stepper: PagedModel, size: StepSize) -> None:
         """Run a step as `PagedModel.try_out` does; sampling in every way counts as no work."""

@@ -19,7 +19,7 @@ from .cuda_only import multiply_int4
 from .faults import MixedDevicesError
 from .known_values import REAL_BYTES, UnknownValueError, unknown_numbers_as, with_values
 from .naming import device_type, is_virtual, spoken, virtual_device
-from .operators import add_operator, is_product
+from .operators import add_operator, is_product, is_view
 from .tensor import VirtualTensor
 from .world import Listener, VirtualGpu, World, active_world, observe, settled_by
 
@@ -37,6 +37,7 @@ __all__ = [
     "device_type",
     "gpus",
     "is_product",
+    "is_view",
     "is_virtual",
     "multiply_int4",
     "observe",

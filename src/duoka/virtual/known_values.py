@@ -60,8 +60,6 @@ _GROW = frozenset({"repeat", "constant_pad_nd", "tile", "one_hot", "_pad_enum"})
 _MOST_CALLS = 2**14
 _PLAIN = frozenset({str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 _results: dict[Any, Any] = {}
-_direct: set[Any] = set()
-"""Uncached operators: results share an operand's memory (``_unsafe_view``) or aren't tensors."""
 _MASKED_WRITES = frozenset({"index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"})
 _INDEXING = _MASKED_WRITES | {"index", "_unsafe_index"}
 
@@ -329,8 +327,9 @@ def _grouped_mm(
     return left.new_empty((*rows, right.shape[-1]), dtype=out_dtype or left.dtype)
 
 
-# Shape rules used instead of PyTorch's own.
-_RULES: dict[Any, Any] = {torch.ops.aten._grouped_mm.default: _grouped_mm}
+# Shape rules used instead of PyTorch's own. None marks the operators that aren't cached: results
+# share an operand's memory (``_unsafe_view``) or aren't tensors.
+_rules: dict[Any, Any] = {torch.ops.aten._grouped_mm.default: _grouped_mm}
 
 
 class _Uncacheable(Exception):
@@ -339,25 +338,25 @@ class _Uncacheable(Exception):
 
 def _infer_shapes(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Call an operator on meta tensors, or rebuild the results of an identical earlier call."""
-    if func in _direct:
+    rule = _rules.get(func, func)
+    if rule is None:
         return func(*args, **kwargs)
-    func = _RULES.get(func, func)
     try:
         key = (
-            func,
+            rule,
             tuple([_key_of(value) for value in args]),
             tuple([(name, _key_of(value)) for name, value in kwargs.items()]),
         )
     except _Uncacheable:
-        return func(*args, **kwargs)
+        return rule(*args, **kwargs)
     cached_recipe = _results.get(key)
     if cached_recipe is not None:
         return _rebuild(cached_recipe)
-    result = func(*args, **kwargs)
+    result = rule(*args, **kwargs)
     try:
         recipe = _recipe(result, args)
     except _Uncacheable:
-        _direct.add(func)
+        _rules[func] = None
         return result
     if len(_results) >= _MOST_CALLS:
         _results.clear()

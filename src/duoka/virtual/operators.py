@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,7 +43,6 @@ _PRODUCTS = frozenset(
 _OUTER_IS_TRITONS = "torch._native.ops.bmm_outer_product" in sys.modules
 _NO_BACKWARD = -1
 _NO_RESULT = object()  # returned after an error in backward, see `run`
-_decomposed: set[Any] = set()
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -59,7 +59,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             is_backward = torch._C._current_graph_task_id() != _NO_BACKWARD
             result.block.gpu.multiply(in_backward=is_backward)
         listener = state.listener
-        if listener is not None and func not in _decomposed:
+        if listener is not None and handler is not _decompose:
             listener.operation(func, args, kwargs, result)
     except Exception as error:
         is_awaited = state.arbiter is not None and isinstance(error, MixedDevicesError)
@@ -79,14 +79,23 @@ def run_whole(func: Any, *args: Any, **kwargs: Any) -> Any:
     return run(func, args, kwargs)
 
 
+@cache
+def _is_of_cublas(func: Any) -> bool:
+    return func.overloadpacket in _PRODUCTS
+
+
 def is_product(func: Any, args: tuple[Any, ...]) -> bool:
     """Return True if a call is a matrix product of cuBLAS, without empty operands."""
-    packet = func.overloadpacket
-    if packet not in _PRODUCTS:
+    if not _is_of_cublas(func):
         return False
-    if packet is _ATEN.bmm and _OUTER_IS_TRITONS and args[0].shape[2] == 1:
+    if func.overloadpacket is _ATEN.bmm and _OUTER_IS_TRITONS and args[0].shape[2] == 1:
         return False
     return all(arg.numel() for arg in args if isinstance(arg, torch.Tensor))
+
+
+def is_view(func: Any) -> bool:
+    """Return True if an operator that has run returns views alone."""
+    return handlers.get(func) is _view
 
 
 def with_failures(engine: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,7 +166,6 @@ def below(whole: Callable[..., Any]) -> Handler:
 def _choose_handler(func: Any) -> Handler:
     """Choose the handler of an operator by its kernels and its schema."""
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-        _decomposed.add(func)
         return _decompose
     schema = func._schema
     if any(_writes(argument) for argument in schema.arguments):

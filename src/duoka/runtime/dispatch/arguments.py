@@ -117,7 +117,10 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 def _collect(tree: Any, tensors: list[Tensor]) -> None:
     """Append the tensors in nested containers to a list."""
-    # Called for every argument of every traced operation: generators would be slow here.
+    # Called for every argument of every traced operation: generators would be slow here, and so
+    # is the test of a number for `UserDict`.
+    if type(tree) in NO_TENSORS:
+        return
     if isinstance(tree, Tensor):
         tensors.append(tree)
     elif isinstance(tree, (tuple, list)):
