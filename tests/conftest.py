@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import chatglm_files
 import fork_server
@@ -19,6 +20,8 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from duoka.base.garbage import freeze_objects
 from duoka.base.quiet import quiet_libraries
 from duoka.forecast.serving import Capacity
+from duoka.forecast.workload import Workload
+from duoka.tracing import get_profile
 
 # What a person has set for programs is none of the tests' business.
 for _name in ("PYTHONUNBUFFERED", "PYTHONWARNINGS", "FORCE_COLOR", "NO_COLOR", "COLUMNS", "LINES"):
@@ -135,12 +138,30 @@ def own_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def short_warm_up(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Engines try out the largest steps alone, where a test doesn't ask for `every_step`."""
+    """Engines try out the largest step alone, where a test doesn't ask for `every_step`."""
     if request.path.is_relative_to(_TESTS / "cuda_rig"):
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Capacity, "warm_up_steps", warm_up.largest_steps)
+        patch.setattr(Capacity, "warm_up_steps", warm_up.largest_step)
+        yield
+
+
+@pytest.fixture(scope="module")
+def single_sequences(shared_directory: Path) -> Iterator[None]:
+    """Plans of one sequence trace the steps of one sequence alone, which are a third of all.
+
+    For modules that plan such workloads, and are about other things than batches. Their profiles
+    have a cache of their own: other modules expect those of all workloads.
+    """
+    trace = get_profile._trace
+
+    def trace_less(build: Any, spec: Any, workload: Workload, *, batched: bool) -> Any:
+        return trace(build, spec, workload, batched=batched and workload.batch > 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DUOKA_CACHE", str(shared_directory / "single_sequences"))
+        patch.setattr(get_profile, "_trace", trace_less)
         yield
 
 

@@ -88,7 +88,7 @@ def serve(listener: socket.socket, client_path: str, run: int) -> None:
         for name in _PRELOAD:
             importlib.import_module(name)
     capacity = importlib.import_module("duoka.forecast.serving").Capacity
-    capacity.warm_up_steps = importlib.import_module("warm_up").largest_steps
+    capacity.warm_up_steps = importlib.import_module("warm_up").largest_step
     sys.executable = client_path  # what programs start is a fork, too
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

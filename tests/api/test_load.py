@@ -27,6 +27,8 @@ from duoka.runtime import devices
 
 from .conftest import LOAD, REMOTE, TWO, everything, ids
 
+pytestmark = pytest.mark.usefixtures("single_sequences")
+
 
 @pytest.fixture
 def plan(checkpoint: Path) -> duoka.Plan:

@@ -29,6 +29,7 @@ from duoka.planner.solve import find_plan
 from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.dispatch import dispatch
 
+pytestmark = pytest.mark.usefixtures("single_sequences")
 _SMALL = {"num_hidden_layers": 3, "max_position_embeddings": 512}
 WORK = Workload(prompt_tokens=300, new_tokens=6, prefill_chunk_tokens=None)
 

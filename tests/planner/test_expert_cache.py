@@ -16,6 +16,7 @@ from duoka.errors import UsageError
 from duoka.planner.command_line import options
 from duoka.planner.constraints import Constraints
 
+pytestmark = pytest.mark.usefixtures("single_sequences")
 LAYERS, EXPERTS, TOP_K = 4, 16, 4
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_moe", "hidden_size": 512, "num_hidden_layers": LAYERS, "vocab_size": 512,

@@ -26,7 +26,7 @@ Run = Callable[..., TuneResult]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_start: None) -> Run:
-    model = tuning.write_model("llama", tmp_path / "model")
+    model = tuning.write_model("shallow", tmp_path / "model")
     chats = tuning.write_chats(tmp_path / "chats.jsonl", 8)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(PROMPTS))
@@ -34,7 +34,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_start: None) -> R
     def tune(gpus: str = "virtual:256MiB", replicas: int = 1, **more: Any) -> TuneResult:
         settings = TuneSettings(
             batch=4, lr=3e-2, epochs=4, eval_every=4, eval_data=(str(chats),),
-            eval_prompts=(str(prompts),), seq_length=40, **more,
+            eval_prompts=(str(prompts),), seq_length=28, **more,
         )  # fmt: skip
         with tuning.one_process(monkeypatch) if "x" not in gpus else monkeypatch.context():
             return duoka.tune(
@@ -50,7 +50,7 @@ def samples(result: TuneResult) -> list[dict[str, Any]]:
 
 
 def plain_answers(model: Path) -> list[str]:
-    """Greedy answers of at most 40 tokens with the prompt, by transformers alone."""
+    """Greedy answers of at most 28 tokens with the prompt, by transformers alone."""
     tokenizer = tuning.make_tokenizer()
     plain = AutoModelForCausalLM.from_pretrained(model)
     answers = []
@@ -58,7 +58,7 @@ def plain_answers(model: Path) -> list[str]:
         turns = [{"role": "user", "content": prompt}]
         ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
         start = len(ids)
-        while len(ids) < 40:
+        while len(ids) < 28:
             with torch.no_grad():
                 token = int(plain(torch.tensor([ids])).logits[0, -1].argmax())
             if token == tokenizer.eos_token_id:

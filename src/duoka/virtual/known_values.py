@@ -155,7 +155,7 @@ def execute(func: Any, args: list[Any], kwargs: dict[str, Any], *, writes: bool 
         return func(*args, **kwargs) if writes else _evaluate(func, args, kwargs)
     if func in _NEEDS_VALUES:
         raise unknown_value(str(func))
-    name = func._schema.name[6:]  # without "aten::"
+    name = func.overloadpacket.__name__
     if name in _INDEXING:
         masks = [i for i in _tensors(args[1:2]) if i.is_meta and i.dtype in _MASK_DTYPES]
         if name in _MASKED_WRITES and masks:
@@ -263,7 +263,7 @@ def _is_small(func: Any, args: list[Any]) -> bool:
 
     The bound is the product of the operands' sizes, which no broadcast or matrix product exceeds.
     """
-    if func._schema.name[6:] in _GROW:
+    if func.overloadpacket.__name__ in _GROW:
         return False
     bound = 8
     for tensor in _tensors(args):

@@ -25,6 +25,8 @@ from duoka.planner.resolve import workload_for
 from duoka.tools.demo.checkpoint import CONFIG
 from duoka.tracing import TraceSpec, trace_workload
 
+pytestmark = pytest.mark.usefixtures("single_sequences")
+
 FIRST = ("transformer.word_embeddings", "transformer.final_layernorm", "lm_head")
 FIRST_LAYERS = "transformer.layers"
 LATER = (

@@ -26,6 +26,8 @@ from duoka.models.quantization import (
 )
 from duoka.runtime.load import load_weights
 
+pytestmark = pytest.mark.usefixtures("single_sequences")
+
 WIDE: dict[str, Any] = {
     **LLAMA,
     "hidden_size": 1024,

@@ -18,6 +18,8 @@ from duoka.models.quantization import ExpertStack, Scheme, num_bytes, quantize_m
 from duoka.models.quantization.stacked import quantize_stack
 from duoka.runtime.load import fill, load_weights
 
+pytestmark = pytest.mark.usefixtures("single_sequences")
+
 SCHEMES: tuple[Scheme, ...] = ("int8", "int4", "nf4")
 EXPERTS, HIDDEN, WIDTH = 32, 256, 192
 CONFIG: dict[str, Any] = {
