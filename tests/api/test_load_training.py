@@ -32,9 +32,11 @@ def chatglm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def make_plan(chatglm: Path, gpus: str, *, dtype: str = "float32", **training: Any) -> duoka.Plan:
+def make_plan(
+    chatglm: Path, gpus: str, *, dtype: str = "float32", batch: int = 2, **training: Any
+) -> duoka.Plan:
     workload = Workload(
-        batch=2, prompt_tokens=32, new_tokens=0, dtype=dtype, training=Training(**training)
+        batch=batch, prompt_tokens=32, new_tokens=0, dtype=dtype, training=Training(**training)
     )
     return duoka.plan(chatglm, gpus, workload, use_all=True)
 
@@ -131,8 +133,9 @@ def test_training_goes_on_and_its_adapter_is_read(chatglm: Path, tmp_path: Path)
         assert torch.allclose(read(input_ids=ids).logits, merged, atol=1e-5)
 
 
+@pytest.mark.usefixtures("single_sequences")
 def test_what_a_plan_for_training_is_loaded_as(chatglm: Path) -> None:
-    plan = make_plan(chatglm, THREE, gradient_checkpointing=True)
+    plan = make_plan(chatglm, THREE, batch=1, gradient_checkpointing=True)
     with pytest.raises(UsageError, match="the plan is for training, and the engine only generates"):
         duoka.Engine(plan)
     model: Any = duoka.load(plan)
@@ -140,13 +143,15 @@ def test_what_a_plan_for_training_is_loaded_as(chatglm: Path) -> None:
     assert model.is_gradient_checkpointing
     assert chunked_head(model) is not None
     assert not any(parameter.requires_grad for parameter in model.parameters())
-    whole = load(chatglm, THREE, method="full", master_weights=True, dtype="bfloat16")
+    whole = load(chatglm, THREE, batch=1, method="full", master_weights=True, dtype="bfloat16")
     assert {parameter.dtype for parameter in whole.parameters()} == {torch.float32}
     assert all(parameter.requires_grad for parameter in whole.parameters())
 
 
+@pytest.mark.usefixtures("single_sequences")
 def test_published_names_of_targets(chatglm: Path) -> None:
-    model = load(chatglm, THREE, gradient_checkpointing=True)  # whose trace is there already
+    # Its trace is there already.
+    model = load(chatglm, THREE, batch=1, gradient_checkpointing=True)
     assert duoka.lora_targets(model, PUBLISHED) == NATIVE
     assert duoka.lora_targets(model, NATIVE) == NATIVE
     assert duoka.lora_targets(model, ["self_attention.dense"]) == ["self_attn.o_proj"]
