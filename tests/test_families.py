@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import families
 import pytest
@@ -17,6 +18,10 @@ import towers
 from checks import run_all
 from families import Family, by_turn
 from matrix import agreement, batches, clean, dispatch, engine, losses, one_gpu, paged, stages
+
+from duoka import Workload
+from duoka.forecast.profile import Profile
+from duoka.tracing import TraceSpec, get_profile
 
 CHECKS = (one_gpu, dispatch, stages, paged, engine, losses, batches, clean, agreement)
 # The common families don't even warn there.
@@ -26,6 +31,26 @@ UNSERVED = {name for names in towers.UNSERVED.values() for name in names}
 IMAGES_LEFT_OUT = {*UNSERVED, *clean.LEFT_OUT, *clean.IMAGES_LEFT_OUT}
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of equal models share a trace, if it holds for all workloads."""
+    trace, profiles = get_profile._trace, dict[Any, Profile]()
+
+    def trace_once(
+        build: Any, spec: TraceSpec, workload: Workload, *, batched: bool
+    ) -> tuple[Profile, bool]:
+        key = spec, workload.training, workload.is_paged
+        known = profiles.get(key)
+        if known is not None and known.answers(workload.batch):
+            return known, True
+        profile, is_regular = trace(build, spec, workload, batched=batched)
+        if is_regular:
+            profiles[key] = profile
+        return profile, is_regular
+
+    monkeypatch.setattr(get_profile, "_trace", trace_once)
 
 
 def run(check: ModuleType, family: Family) -> None:

@@ -14,6 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import duoka
 from duoka.checkpoint import headers
 
+pytestmark = pytest.mark.usefixtures("single_sequences")
+
 GPUS = "virtual:2x64MiB"
 WORK = duoka.Workload(prompt_tokens=64, new_tokens=32)
 

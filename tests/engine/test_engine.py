@@ -398,8 +398,8 @@ def test_memory_that_is_short_for_a_step_is_enough_for_smaller_ones(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "duoka.engine")
-    texts = prompts(5)
-    expected = [ids(completion) for completion in engine.generate(texts)]
+    texts, params = [text[:20] for text in prompts(5)], SamplingParams(max_new_tokens=6)
+    expected = [ids(completion) for completion in engine.generate(texts, params)]
     run, sizes = engine._executor.run, []
 
     def short(chunks: Any) -> Any:
@@ -410,7 +410,7 @@ def test_memory_that_is_short_for_a_step_is_enough_for_smaller_ones(
         return run(chunks)
 
     monkeypatch.setattr(engine._executor, "run", short)
-    assert [ids(completion) for completion in engine.generate(texts)] == expected
+    assert [ids(completion) for completion in engine.generate(texts, params)] == expected
     assert max(sizes) <= 3
     assert all("failed: CUDA out of memory" in line for line in caplog.messages)
     assert caplog.messages

@@ -24,6 +24,8 @@ from duoka.models.cache_argument import CACHE
 from duoka.models.eva_clip import EvaClipConfig
 from duoka.models.glm4v import GLM4VForConditionalGeneration
 
+pytestmark = pytest.mark.usefixtures("single_sequences")
+
 BUDGETS = {1: "virtual:1GiB", 2: "virtual:2x1GiB", 3: "virtual:3x1GiB"}
 PICTURES = {"images": 1, "image_size": (112, 112)}
 PAD = 1001

@@ -25,6 +25,8 @@ from duoka.models.quantization import ExpertStack, is_composed
 from duoka.planner.resolve import workload_for
 from duoka.runtime.load import load_weights
 
+pytestmark = pytest.mark.usefixtures("single_sequences")
+
 WORK = Workload(prompt_tokens=20, new_tokens=4)
 IDS = torch.arange(1, 21).reshape(1, 20)
 NAMES = (*published.FORMATS, "mxfp4")

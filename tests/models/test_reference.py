@@ -15,6 +15,8 @@ from tiers import only
 
 import duoka
 
+pytestmark = pytest.mark.usefixtures("single_sequences")
+
 NAMES = ("chatglm3-6b-tiny", "chatglm3-6b-128k-tiny", "glm-4-9b-tiny")
 BUDGETS = {1: "virtual:1GiB", 2: "virtual:2x1GiB", 3: "virtual:3x1GiB"}
 TOLERANCE = 1e-5

@@ -22,6 +22,8 @@ from duoka.models.quantization import on_host
 from duoka.models.quantization.expert_cache import COUNTS
 from duoka.planner.constraints import Constraints
 
+pytestmark = pytest.mark.usefixtures("single_sequences")
+
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_moe", "hidden_size": 512, "num_hidden_layers": 4, "vocab_size": 512,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 16,

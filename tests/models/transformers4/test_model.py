@@ -24,6 +24,8 @@ from duoka.tracing.trace_training import trace_training_workload
 
 from .conftest import MakeHeron
 
+pytestmark = pytest.mark.usefixtures("single_sequences")
+
 WORK = Workload(prompt_tokens=24, new_tokens=8, dtype="float32")
 TWO = "virtual:2x64MiB"
 LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": 64} | {

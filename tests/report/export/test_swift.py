@@ -24,6 +24,8 @@ from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import UsageError
 from duoka.forecast.workload import Training, Workload
 
+pytestmark = pytest.mark.usefixtures("single_sequences")
+
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 
 

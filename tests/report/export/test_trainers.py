@@ -22,6 +22,8 @@ from duoka import Plan, export, plan
 from duoka.errors import UsageError
 from duoka.forecast.workload import Training, Workload
 
+pytestmark = pytest.mark.usefixtures("single_sequences")
+
 
 class Layer(nn.Module):
     def __init__(self) -> None:

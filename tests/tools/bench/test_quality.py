@@ -24,6 +24,8 @@ from duoka.models.text.tokenizer import load_tokenizer
 from duoka.tools.bench.quality import Quality, Score, Windows, measure_quality, windows_for
 from duoka.tools.demo.checkpoint import CONFIG
 
+pytestmark = pytest.mark.usefixtures("single_sequences")
+
 TEXT = "What is a GPU? Two of them fit what one does not. " * 4
 TINY = {**CONFIG, "hidden_size": 128, "ffn_hidden_size": 192, "num_layers": 2, "seq_length": 256}
 TINY |= {"num_attention_heads": 4, "kv_channels": 32}
