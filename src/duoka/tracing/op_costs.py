@@ -41,7 +41,7 @@ _EXPERT_LAUNCHES = 5
 
 # Tracing counts some ten thousand calls of a few operators, whose names and schemas are slow.
 @cache
-def kind_of(func: Any) -> str:
+def find_kind(func: Any) -> str:
     """Return the kind of an operator that has run; of most, "view", "writing" or "other"."""
     default = "writing" if func._schema.is_mutable else "other"
     return _KINDS.get(str(func.overloadpacket), "view" if virtual.is_view(func) else default)
@@ -60,7 +60,7 @@ def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 @cache
 def _choose_formula(func: Any) -> Callable[..., int] | None:
     """Return the function of an operator's arguments and result that counts its operations."""
-    kind = kind_of(func)
+    kind = find_kind(func)
     if kind.endswith("left @ right"):  # torch's formulas for these do the same, slowly
         at = int(kind.startswith("bias"))
         return lambda *args, **_: 2 * args[at].numel() * args[at + 1].shape[-1]
@@ -91,7 +91,7 @@ def count_host_work(func: Any, args: Any, *, is_few: bool) -> tuple[int, int, in
     The host reads the bytes; no FLOPs means that the GPU fetches them. With a cache, the GPU's
     launches and memory traffic are those of experts that it has (`is_few`: see `count_bytes`).
     """
-    if kind_of(func) != "host":
+    if find_kind(func) != "host":
         return 0, 0, 0, 0
     _, index, *_, slots, _, num_bytes, experts, flops, fetched = args
     if fetched and not is_few:
@@ -118,7 +118,7 @@ def count_launches(
     func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, is_few: bool = False
 ) -> int:
     """Return the number of kernels that an operator's call starts; views and allocations none."""
-    kind = kind_of(func)
+    kind = find_kind(func)
     if kind in ("gathering", "scattering", "writing"):
         return 1
     if kind in ("allocating", "view"):
@@ -137,7 +137,7 @@ def count_bytes(
     `is_few` means a step of so few tokens that each reads the matrices of its own experts; a step
     of more tokens counts as reading all.
     """
-    kind, outputs = kind_of(func), _select_virtual(outputs)
+    kind, outputs = find_kind(func), _select_virtual(outputs)
     if kind == "gathering":
         return _sum_bytes(inputs[1:]) + 2 * _sum_bytes(outputs)
     if kind == "block tables":

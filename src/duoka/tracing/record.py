@@ -32,7 +32,7 @@ from duoka.runtime.dispatch.arguments import bring, caches_in, caches_of, mapped
 from .blocks import ModuleGroup
 from .boundaries import Moves, observe_calls, replace_calls
 from .memo import BlockMemo, placeholder, producer_of
-from .op_costs import count_bytes, count_flops, count_host_work, count_launches, kind_of
+from .op_costs import count_bytes, count_flops, count_host_work, count_launches, find_kind
 from .recorded import AllocId, PassLog, RecordedMicroBatch, RecordedPass, RecordedTrace
 
 
@@ -251,7 +251,7 @@ class Recorder:
         trace = self._log.traces[self._current]
         if trace.matmul_at is None and virtual.is_product(func, args):
             trace.matmul_at = len(trace.events)
-        if not self.counts_work or kind_of(func) == "view":
+        if not self.counts_work or find_kind(func) == "view":
             return
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
         if number := count_launches(func, inputs, outputs, is_few=self._is_few):
