@@ -107,7 +107,7 @@ class _ServingTracer(Tracer):
             sizes = {query: sizes[number] for sizes, query in ranges if number < len(sizes)}
             samples += self._record(number, sizes, min(few))
         for _, query in ranges:
-            of_range = [sample for found, sample in samples if found == query]
+            of_range = [sample for step_range, sample in samples if step_range == query]
             yield self.fit(Regime(phase="serve", query=query), of_range)
         yield self.fit(Regime(phase="start", query=(1, 2)), [sample for _, sample in samples])
 
