@@ -10,6 +10,7 @@ Artifacts lie in dist/ afterwards: wheels, sdist and SBOM. Nothing is uploaded a
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -301,7 +302,14 @@ def check_sbom(release: Release) -> str:
     python = release.environment / "bin" / "python"
     options = ("--pyproject", release.root / "pyproject.toml", "--output-reproducible")
     run_tool("cyclonedx_py", "environment", *options, "--output-file", file, python)
-    return f"{file.name}, CycloneDX ({file.stat().st_size / 1e6:.2f} MB)"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content["metadata"]["component"]["version"] = release.version  # pyproject.toml has none
+    text = json.dumps(content, indent=2) + "\n"
+    if "file://" in text:
+        raise CheckError("the SBOM names files of this machine")
+    file.write_text(text, encoding="utf-8")
+    number = len(content["components"])
+    return f"{file.name}: CycloneDX {content['specVersion']}, {number} components"
 
 
 CHECKS: dict[str, Callable[[Release], str]] = {
