@@ -1,6 +1,6 @@
 """The corpus of seeded faults: what is found, what is missed, what is repaired and proved.
 
-    python benchmarks/check_corpus.py [FOLDER …] [--only TEXT] [--markdown FILE]
+    python benchmarks/check_corpus.py [FOLDER …] [--only TEXT] [--markdown FILE] [--json FILE]
 
 Each case of `tests/checker/corpus` (or of another FOLDER in the same form) is checked and repaired.
 A fault is a marked line; it is found when the report names that line, in that file, as a fault.
@@ -10,6 +10,7 @@ A report on a line without a marker is an extra, whether as a fault or as a warn
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 import warnings
@@ -105,6 +106,7 @@ def main() -> None:
     parser.add_argument("folders", nargs="*", type=Path, default=[seeded.CORPUS])
     parser.add_argument("--only", default="", help="files whose names contain this text")
     parser.add_argument("--markdown", type=Path, help="write the table to this file as well")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message=".*torch.jit", category=DeprecationWarning)
     paths = [path for folder in options.folders for path in seeded.paths(folder)]
@@ -117,6 +119,8 @@ def main() -> None:
     if options.markdown is not None:
         lines = [*summary(rows), "", *table(rows)]
         options.markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if options.json is not None:
+        options.json.write_text(json.dumps([vars(row) for row in rows]))
 
 
 if __name__ == "__main__":

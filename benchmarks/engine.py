@@ -1,6 +1,6 @@
 """The engine beside the same model one stage after the other, and beside transformers.
 
-    python benchmarks/engine.py [--hidden 256 1024 2048] [--rounds 7] [--only stages]
+    python benchmarks/engine.py [--hidden 256 1024 2048] [--rounds 7] [--only stages] [--json FILE]
 
 A Llama is cut into two stages of one thread each, on a CPU. `inline` is one process with one
 thread, in which the stages work one after the other; `staged` a process for each: answers of 17
@@ -14,6 +14,7 @@ a GPU of half the speed. Rounds alternate, and ratios are of medians.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import statistics
@@ -52,6 +53,7 @@ NEW_TOKENS = 16
 LONG_ANSWER = 48  # the first requests still answer when the last one begins
 PIECE = 64
 PARTS = ("stages", "prompts", "transformers", "unequal")
+MEASURED: list[dict[str, Any]] = []
 # A core of this kind of machine, by `duoka bench --calibrate`; the ratio alone matters here.
 CORE = {
     "memory_bytes_per_second": 10e9,
@@ -70,6 +72,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--context", type=int, default=1024, help="beside `generate_batch`")
     parser.add_argument("--only", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 
@@ -160,6 +163,7 @@ def compare(title: str, ways: dict[str, Callable[[int], float]], rounds: int) ->
 
 def tell(title: str, speeds: dict[str, list[float]]) -> None:
     """Medians, and their ratios to the first."""
+    MEASURED.append({"case": title, "tokens_per_second": speeds})
     medians = {name: statistics.median(values) for name, values in speeds.items()}
     base = next(iter(medians.values()))
     for name, speed in medians.items():
@@ -326,6 +330,7 @@ def main() -> None:
             path = Path(directory)
             write_model(path, hidden, options.layers)
             print(f"hidden {hidden}, {options.layers} layers", flush=True)
+            measured = len(MEASURED)
             for batch in options.batch:
                 if "stages" in options.only:
                     measure_stages(path, options.rounds, batch)
@@ -336,6 +341,10 @@ def main() -> None:
                 measure_transformers(path, options.rounds, 1, 128)
             if "unequal" in options.only:
                 measure_unequal(path, options.rounds, max(options.batch))
+            for case in MEASURED[measured:]:
+                case["hidden"] = hidden
+    if options.json:
+        options.json.write_text(json.dumps(MEASURED))
 
 
 if __name__ == "__main__":

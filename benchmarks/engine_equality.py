@@ -1,6 +1,7 @@
 """The engine's answers beside transformers' `generate`, for every family of the sweep.
 
     python benchmarks/engine_equality.py [NAME ...] [--part 1/2] [--whole] [--gpu 1GiB]
+                                         [--json FILE]
 
 A family's tiny model answers 40 random prompts of 1 to 600 tokens that arrive at random times, on
 1, 2 and 3 virtual GPUs; with a process for each GPU where it can be cut so, once with all answers
@@ -15,6 +16,7 @@ rounds otherwise than `generate`, so a gap of 1e-5 is a tie.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import sys
@@ -168,6 +170,7 @@ def main() -> None:
     parser.add_argument("--part", default="1/1", help="such as 2/3: each third, from the second on")
     parser.add_argument("--whole", action="store_true", help="read prompts whole")
     parser.add_argument("--gpu", default="1GiB", help="the memory of each")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     part, parts = map(int, options.part.split("/"))
     unbuilt = {name for names in families.UNBUILT.values() for name in names}
@@ -177,8 +180,9 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as forks, fork_server.forking_python(Path(forks)) as python:
-        sys.executable = str(python)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as forks:
+        sys.executable = str(fork_server.forking_python(Path(forks) / "forks", os.getpid()))
         for name in names[part - 1 :: parts]:
             begin = time.perf_counter()
             with tempfile.TemporaryDirectory() as directory:
@@ -193,8 +197,13 @@ def main() -> None:
                 f"{name}: {forms}; log-probabilities within {worst:.1e}; {seconds:.0f} s",
                 flush=True,
             )
+            rows.append(
+                {"family": name, "forms": forms, "problems": problems, "logprob_error": worst}
+            )
             for problem in problems:
                 print(f"    {problem}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(rows))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The search and the planner against brute force, on random small cases.
 
-    python benchmarks/optimality.py [--cases N] [--profiles N] [--fleets N] [--seed N]
+    python benchmarks/optimality.py [--cases N] [--profiles N] [--fleets N] [--seed N] [--json FILE]
 
 A case of the first kind is made of tables: any stage may need any number of bytes and seconds, on
 up to four GPUs whose budgets, speeds and links are drawn, often equal ones, and with pins and
@@ -20,12 +20,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import random
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -306,8 +308,9 @@ def main() -> None:
     parser.add_argument("--profiles", type=int, default=1000)
     parser.add_argument("--fleets", type=int, default=500, help="of copies, and of largest sizes")
     parser.add_argument("--seed", type=int, default=20261121)
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    wrong = False
+    wrong, rows = False, []
     for name, run, number in (
         ("tables", run_tables, options.cases),
         ("profiles", run_profiles, options.profiles),
@@ -320,7 +323,10 @@ def main() -> None:
             f"{name}: {told}; {len(different)} differences; {time.process_time() - started:.0f} s"
         )
         print(*different[:20], sep="\n")
+        rows.append({"kind": name, "counts": dict(counts), "differences": len(different)})
         wrong |= bool(different)
+    if options.json:
+        options.json.write_text(json.dumps({"seed": options.seed, "rows": rows}))
     sys.exit(wrong)
 
 

@@ -1,13 +1,14 @@
 """How long a plan takes from a profile that is there, and the whole command from the cache.
 
-    python benchmarks/plan_time.py CONFIG [--json FILE]
+    python benchmarks/plan_time.py [CONFIG] [--layers 40 80 160] [--plain] [--json FILE]
 
-CONFIG is a published `config.json`; models of 40, 80 and 160 layers are made of it, traced once,
-and planned on 2, 4 and 8 GPUs that all differ, at a short and a long context: with memory to spare,
+CONFIG is a published `config.json`, by default the sizes of GLM-4-9B-chat; models of 40, 80 and 160
+layers are made of it, traced once, and planned on 2, 4 and 8 GPUs that all differ, at a short and a long context: with memory to spare,
 with little, and where it doesn't fit. The budgets are shares of what the model needs. Told is the
 best of several runs, in seconds of the processor, so that a busy machine doesn't count; the
 contexts of 128K fit in chunks of the prompt only. Last is the whole of `duoka plan` as a person
-waits for it, with the profile in the cache.
+waits for it, with the profile in the cache. With `--plain` the
+allocator's model is the one in Python, as on machines without a C compiler.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from planner_models import MODELS
+
 from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.forecast import device_memory
 from duoka.forecast.costs import Costs
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Workload
@@ -44,12 +48,14 @@ ROUNDS = 3
 ENOUGH_SECONDS = 2.0
 
 
-def profile_of(config: Path, num_layers: int, directory: Path) -> tuple[Profile, Path]:
+def profile_of(
+    config: dict[str, Any], num_layers: int, directory: Path
+) -> tuple[Profile, Path]:
     from duoka.tracing.get_profile import profile_checkpoint
 
     folder = directory / f"layers-{num_layers}"
     folder.mkdir()
-    values = json.loads(config.read_text(encoding="utf-8"))
+    values = dict(config)
     values["num_layers" if "num_layers" in values else "num_hidden_layers"] = num_layers
     (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
     return profile_checkpoint(Checkpoint.open(folder), Workload()), folder
@@ -102,22 +108,29 @@ def time_command(folder: Path) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("config", type=Path)
+    parser.add_argument("config", type=Path, nargs="?")
+    parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
+    parser.add_argument("--plain", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.plain:
+        device_memory.CompiledMemory = None
+    config = MODELS["glm-4-9b-chat"]
+    if options.config:
+        config = json.loads(options.config.read_text(encoding="utf-8"))
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         os.environ["DUOKA_CACHE"] = f"{name}/cache"
         print(
             "| layers | GPUs | context | room | used | chunk | ms |\n|---|---|---|---|---|---|---|"
         )
-        for num_layers in LAYERS:
-            profile, folder = profile_of(options.config, num_layers, Path(name))
+        for num_layers in options.layers:
+            profile, folder = profile_of(config, num_layers, Path(name))
             for row in time_plans(profile, num_layers):
                 rows.append(row)
                 cells = [*list(row.values())[:-1], round(row["ms"])]
                 print("|", " | ".join(map(str, cells)), "|", flush=True)
-            if num_layers == LAYERS[0]:
+            if num_layers == options.layers[0] and not options.plain:
                 rows.append({"command": f"{num_layers} layers", "s": time_command(folder)})
                 print(f"\nduoka plan, {num_layers} layers: {rows[-1]['s']:.2f} s\n", flush=True)
     if options.json:

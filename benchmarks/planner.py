@@ -13,7 +13,8 @@ A cell is a model, a machine, a context and a batch (`planner_models.py`). For e
   holds is asked of the same replay.
 
 Then, for each model and --lengths machines, how long a context each of the three supports
-(`planner_contexts.py`); and some cells are run on virtual GPUs without data, as duoka and "auto"
+(`planner_contexts.py`); how much memory is left on the fullest GPU where all GPUs are
+used (`planner_balance.py`); and some cells are run on virtual GPUs without data, as duoka and "auto"
 place them (`planner_measure.py`). There are some 7,000 cells; each workload is tried on --machines
 of the machines, drawn with the seed. Profiles are traced into a temporary directory, or taken
 from DUOKA_CACHE.
@@ -31,6 +32,7 @@ import time
 from pathlib import Path
 
 import torch
+from planner_balance import balance
 from planner_cells import Row, Subject, cells, judge, workload_of
 from planner_contexts import contexts
 from planner_measure import measure_some
@@ -58,7 +60,7 @@ def run(options: argparse.Namespace, directory: Path) -> Row:
     number, parts = map(int, options.part.split("/"))
     started = time.perf_counter()
     found: Row = {"seed": options.seed, "machines_per_workload": options.machines}
-    found |= {"cells": [], "contexts": [], "measured": []}
+    found |= {"cells": [], "contexts": [], "balance": [], "measured": []}
     checked = Audit(options.seed)
     for name in names[number - 1 :: parts]:
         rng = random.Random(f"{options.seed} {name}")
@@ -70,6 +72,7 @@ def run(options: argparse.Namespace, directory: Path) -> Row:
         ]
         found["cells"] += own
         found["contexts"] += contexts(subject, rng.sample(sorted(MACHINES), options.lengths))
+        found["balance"] += balance(subject)
         audit(subject, options.seed, checked)
         found["measured"] += measure_some(subject, own, rng, options.measure / len(names))
         found |= {"audit": vars(checked), "seconds": time.perf_counter() - started}
@@ -87,7 +90,7 @@ def merged(paths: list[Path]) -> Row:
     for other in others:
         if whole["seed"] != other["seed"]:
             raise SystemExit("these are no parts of one run")
-        for name in ("cells", "contexts", "measured", "seconds"):
+        for name in ("cells", "contexts", "balance", "measured", "seconds"):
             whole[name] += other[name]
         for name in set(other["audit"]) - {"seed"}:
             whole["audit"][name] += other["audit"][name]

@@ -1,6 +1,6 @@
 """Memory of fine-tuning in processes: what each stage's allocator measured beside the forecast.
 
-    python benchmarks/tune.py
+    python benchmarks/tune.py [--only TEXT] [--json FILE]
 
 `duoka tune` on virtual GPUs, a process for each, on a Llama of random weights, with sequences that
 are all as long as planned: LoRA and full, with and without checkpointing, in every schedule.
@@ -8,7 +8,9 @@ are all as long as planned: LoRA and full, with and without checkpointing, in ev
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -21,6 +23,7 @@ from duoka import TuneSettings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import tuning
+from fork_server import forking_python
 
 TOKENS = 256
 THREE, TWO = "virtual:3x512MiB", "virtual:2x512MiB"
@@ -41,17 +44,35 @@ LINE = "| {} | {} | {:.2f} | {:+.2%} | {:.2f} | {:+.2%} |"
 MIB = 2**20
 
 
+def stage_bytes(stage: Any) -> dict[str, Any]:
+    """Return the forecast and the measured peaks of a stage."""
+    return {
+        "device": stage.device,
+        "forecast_allocated_bytes": stage.forecast_allocated_bytes,
+        "measured_allocated_bytes": stage.allocated_bytes,
+        "forecast_reserved_bytes": stage.forecast_reserved_bytes,
+        "measured_reserved_bytes": stage.reserved_bytes,
+    }
+
+
 def main() -> None:
     """Run all cases, and print a row for each stage."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="cases whose names contain this text")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
     warnings.simplefilter("ignore")
     errors: list[float] = []
     print("| run | stage | allocated, MiB | forecast | reserved, MiB | forecast |")
     print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as place:
+        sys.executable = str(forking_python(Path(place) / "forks", os.getpid()))
         model = tuning.write_model("large", Path(place) / "model")
         data = Path(place) / "text.jsonl"
         data.write_text(f"{json.dumps({'text': 'duoka ' * 3000})}\n")
-        for number, (name, options, gpus) in enumerate(CASES):
+        cases = [case for case in CASES if arguments.only in case[0]]
+        for number, (name, options, gpus) in enumerate(cases):
             result = duoka.tune(
                 model,
                 str(data),
@@ -65,8 +86,11 @@ def main() -> None:
                 allocated = stage.forecast_allocated_bytes / stage.allocated_bytes - 1
                 reserved = stage.forecast_reserved_bytes / stage.reserved_bytes - 1
                 errors.append(allocated)
+                rows.append({"run": name, **stage_bytes(stage)})
                 sizes = stage.allocated_bytes / MIB, allocated, stage.reserved_bytes / MIB, reserved
                 print(LINE.format(name, stage.device, *sizes), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows))
     absolute = sorted(map(abs, errors))
     print(
         f"\nallocated: median {statistics.median(absolute):.2%}, worst {absolute[-1]:.2%}, most "

@@ -1,7 +1,7 @@
 """Losses of `duoka tune` beside those of TRL's SFTTrainer and of plain loops of transformers.
 
-    python benchmarks/tune_beside.py text     # needs trl
-    python benchmarks/tune_beside.py vision
+    python benchmarks/tune_beside.py text [--json FILE]     # with TRL, if it is installed
+    python benchmarks/tune_beside.py vision [--json FILE]
 
 Tiny models with random weights are trained by LoRA in float32, from the same initial adapter and on
 the same samples in the same order: on 1, 2 and 3 virtual GPUs, with a process for each; by a loop
@@ -18,6 +18,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,8 @@ def text(directory: Path) -> Iterator[tuple[str, list[float]]]:
     yield "plain loop", plain_losses(plain, steps, forward)
     rows = [json.loads(line) for line in data.read_text().splitlines()]
     in_order = [rows[samples.lines[sample] - 1] for step in steps for sample in step]
-    yield "TRL SFTTrainer", trl_losses(model, adapter, in_order)
+    if find_spec("trl"):
+        yield "TRL SFTTrainer", trl_losses(model, adapter, in_order)
 
 
 def write_pictures(directory: Path, number: int) -> Path:
@@ -220,7 +222,9 @@ def main() -> int:
     """Print a table of the losses, and the largest difference to those on one GPU."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kind", choices=("text", "vision"))
-    kind = parser.parse_args().kind
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    kind, rows = options.kind, []
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         sys.executable = str(forking_python(root / "forks", os.getpid()))  # to start quickly
@@ -232,8 +236,11 @@ def main() -> int:
             for way, losses in ways:
                 expected = expected or losses
                 difference = max(abs(a - b) for a, b in zip(expected, losses, strict=True))
+                rows.append({"model": family, "way": way, "losses": losses})
                 numbers = " | ".join(f"{loss:.6f}" for loss in losses)
                 print(f"| {family} | {way} | {numbers} | {difference:.1e} |", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(rows))
     return 0
 
 
