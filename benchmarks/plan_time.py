@@ -3,12 +3,12 @@
     python benchmarks/plan_time.py [CONFIG] [--layers 40 80 160] [--plain] [--json FILE]
 
 CONFIG is a published `config.json`, by default the sizes of GLM-4-9B-chat; models of 40, 80 and 160
-layers are made of it, traced once, and planned on 2, 4 and 8 GPUs that all differ, at a short and a long context: with memory to spare,
-with little, and where it doesn't fit. The budgets are shares of what the model needs. Told is the
-best of several runs, in seconds of the processor, so that a busy machine doesn't count; the
-contexts of 128K fit in chunks of the prompt only. Last is the whole of `duoka plan` as a person
-waits for it, with the profile in the cache. With `--plain` the
-allocator's model is the one in Python, as on machines without a C compiler.
+layers are made of it, traced once, and planned on 2, 4 and 8 GPUs that all differ, at a short and a
+long context: with memory to spare, with little, and where it doesn't fit. The budgets are shares of
+what the model needs. Told is the best of several runs, in seconds of the processor, so that a busy
+machine doesn't count; the contexts of 128K fit in chunks of the prompt only. Last is the whole of
+`duoka plan` as a person waits for it, with the profile in the cache. With `--plain` the allocator's
+model is the one in Python, as on machines without a C compiler.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ ROUNDS = 3
 ENOUGH_SECONDS = 2.0
 
 
-def profile_of(
-    config: dict[str, Any], num_layers: int, directory: Path
-) -> tuple[Profile, Path]:
+def profile_of(config: dict[str, Any], num_layers: int, directory: Path) -> tuple[Profile, Path]:
     from duoka.tracing.get_profile import profile_checkpoint
 
     folder = directory / f"layers-{num_layers}"

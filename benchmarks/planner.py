@@ -13,8 +13,8 @@ A cell is a model, a machine, a context and a batch (`planner_models.py`). For e
   holds is asked of the same replay.
 
 Then, for each model and --lengths machines, how long a context each of the three supports
-(`planner_contexts.py`); how much memory is left on the fullest GPU where all GPUs are
-used (`planner_balance.py`); and some cells are run on virtual GPUs without data, as duoka and "auto"
+(`planner_contexts.py`); how much memory is left on the fullest GPU where all GPUs are used
+(`planner_balance.py`); and some cells are run on virtual GPUs without data, as duoka and "auto"
 place them (`planner_measure.py`). There are some 7,000 cells; each workload is tried on --machines
 of the machines, drawn with the seed. Profiles are traced into a temporary directory, or taken
 from DUOKA_CACHE.
