@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.duoka-installed
 # Some 360 MB more, which nothing but its own tests need.
 RAY_STAMP := $(VENV)/.duoka-ray-installed
+# matplotlib, for the plots of the benchmark page.
+BENCHMARKS_STAMP := $(VENV)/.duoka-benchmarks-installed
 JOBS ?= 2
 
 # A Python of your choice: make PYTHON=python3.12 test
@@ -13,7 +15,7 @@ PYTHON ?=
 CANDIDATES := $(if $(PYTHON),$(PYTHON),python3.11 python3.12 python3.13 python3 python)
 
 .PHONY: demo test test-all nightly newest oldest fuzz cuda check docs schema reference golden \
-  golden-update release-check clean
+  golden-update benchmarks release-check clean
 
 demo: $(STAMP)
 	$(BIN)/duoka demo
@@ -74,10 +76,8 @@ check: $(STAMP)
 
 # The documentation site, in build/site: English, and Chinese in zh/. A broken link, anchor or
 # docstring is an error. duoka itself isn't installed for it: docstrings are read, not imported.
-DOCS_VENV := .venv-docs
-DOCS_STAMP := $(DOCS_VENV)/.installed
-docs: $(DOCS_STAMP)
-	$(DOCS_VENV)/bin/python docs/site/build.py
+docs: .venv-docs/.installed
+	.venv-docs/bin/python docs/site/build.py
 
 # Writes the schemas of plan files and reports anew, after a change to the dataclasses that they
 # are made of.
@@ -101,12 +101,17 @@ golden-update: $(STAMP)
 # the SBOM in dist/, installs a wheel and runs the demo. Its tools have an environment of their own.
 # `make release-check UPDATE=--update` also writes docs/licenses.md.
 UPDATE ?=
-RELEASE_VENV := .venv-release
-release-check: $(RELEASE_VENV)/.duoka-installed
-	$(RELEASE_VENV)/bin/python scripts/release_check.py $(UPDATE)
+release-check: .venv-release/.installed
+	.venv-release/bin/python scripts/release_check.py $(UPDATE)
+
+# Measures what a machine without a GPU can, in less than 30 minutes on two idle cores, and rewrites the
+# tables and plots of benchmarks/README.md. `make benchmarks ONLY="forecast load"` for some of them.
+ONLY ?=
+benchmarks: $(BENCHMARKS_STAMP)
+	$(BIN)/python benchmarks/run.py $(if $(ONLY),--only $(ONLY))
 
 clean:
-	rm -rf $(VENV) $(CUDA_VENV) $(DOCS_VENV) .venv-newest .venv-oldest .venv-release
+	rm -rf $(VENV) $(CUDA_VENV) .venv-docs .venv-newest .venv-oldest .venv-release
 
 # Makes a virtual environment with the first candidate that is new enough and can make some (Debian
 # ships a Python without ensurepip).
@@ -129,24 +134,24 @@ $(CUDA_STAMP): export PIP_FIND_LINKS := $(CURDIR)/tests/cuda_rig/c
   $(@D)/bin/python -m pip install --quiet packaging && $(@D)/bin/python tests/lower_bounds.py
 CONSTRAINTS = cat constraints.txt
 VERSION_STAMPS := .venv-newest/.duoka-installed .venv-oldest/.duoka-installed
-INSTALL = -e '.[all,dev]'
-$(RELEASE_VENV)/.duoka-installed: INSTALL = -r scripts/requirements.txt
-$(RELEASE_VENV)/.duoka-installed: scripts/requirements.txt
-$(STAMP) $(CUDA_STAMP) $(VERSION_STAMPS) $(RELEASE_VENV)/.duoka-installed: pyproject.toml constraints.txt hatch_build.py $(wildcard src/duoka/forecast/*.[ch])
+$(STAMP) $(CUDA_STAMP) $(VERSION_STAMPS): pyproject.toml constraints.txt hatch_build.py $(wildcard src/duoka/forecast/*.[ch])
 	$(MAKE_VENV)
 	($(CONSTRAINTS)) > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  -c $(@D)/constraints.txt $(INSTALL)
+	  -c $(@D)/constraints.txt -e '.[all,dev]'
 	@touch $@
 
 $(RAY_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
 	@touch $@
 
-# An older pip doesn't know dependency groups.
-$(DOCS_STAMP): pyproject.toml constraints.txt
+# Tools, in the dependency groups of pyproject.toml; --group came with pip 25.1.
+GROUP = $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1" && \
+  $(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --group
+.venv-docs/.installed .venv-release/.installed: .venv-%/.installed: pyproject.toml constraints.txt
 	$(MAKE_VENV)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  -c constraints.txt --group docs
+	$(GROUP) $*
+	@touch $@
+$(BENCHMARKS_STAMP): $(STAMP)
+	$(GROUP) benchmarks
 	@touch $@

@@ -1,6 +1,6 @@
 """How long a load takes beside transformers' `from_pretrained` and a raw read, dense and MoE.
 
-    python benchmarks/load.py [--directory DIR] [--gib 2] [--rounds 3] [--json FILE]
+    python benchmarks/load.py [--directory DIR] [--gib 2] [--rounds 3] [--warm] [--json FILE]
 
 Two checkpoints of random bfloat16 weights are written to DIR, by default a temporary one, and
 removed afterwards: a dense one (Llama's form) and a mixture of experts (Qwen3-MoE's form, each
@@ -10,7 +10,8 @@ expert's matrices apart, as they are published). Then, in turns, each in a proce
 - transformers: `AutoModelForCausalLM.from_pretrained`;
 - duoka: the model is built and its weights loaded, without planning and proof.
 
-Each runs cold (the files out of the page cache as far as the system lets them be) and warm. What
+Each runs cold (the files out of the page cache as far as the system lets them be) and warm, with
+`--warm` warm only. What
 is mapped is read by the first forward pass only, so that pass is timed too, and "in all" is both.
 "CPU" is what the process computed in both, all threads, and depends less on what else runs. "own"
 is the peak of memory that can't be given back, less what the process held before.
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -200,13 +201,13 @@ def measure(way: str, folder: Path, *, cold: bool) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(folder: Path, rounds: int) -> dict[str, Any]:
-    found: dict[str, Any] = {f"{way} {state}": [] for state in ("cold", "warm") for way in WAYS}
+def compare(folder: Path, rounds: int, states: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {f"{way} {state}": [] for state in states for way in WAYS}
     # A disk of a virtual machine is kept in memory outside of it, too: nobody's read is the first.
     measure(WAYS[0], folder, cold=True)
     for _ in range(rounds):
         for way in WAYS:
-            for state in ("cold", "warm"):
+            for state in states:
                 made = measure(way, folder, cold=state == "cold")
                 found[f"{way} {state}"].append(made)
     return found
@@ -239,6 +240,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path)
     parser.add_argument("--gib", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warm", action="store_true", help="leave the files in the page cache")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -252,7 +254,8 @@ def main() -> None:
             folder = directory / kind
             write_checkpoint(folder, kind, options.gib)
             gib = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / GIB
-            results[kind] = compare(folder, options.rounds)
+            states = ("warm",) if options.warm else ("cold", "warm")
+            results[kind] = compare(folder, options.rounds, states)
             print("\n".join(show(kind, gib, results[kind])), flush=True)
             shutil.rmtree(folder)
     finally:
