@@ -74,7 +74,7 @@ def draw_forecast(results: Path, figure: Figure) -> None:
     errors.set_yticks([-1, -0.1, 0, 0.1, 1, 5], ["−1", "−0.1", "0", "+0.1", "+1", "+5"])
     errors.set_ylim(-1.5, 6)
     errors.set_ylabel("forecast too high, %  (below 0: too low)")
-    errors.legend(fontsize=8, loc="upper right")
+    sizes.legend(fontsize=7, loc="upper left")
     figure.suptitle("Reserved memory: forecast against measurement, no real GPU")
 
 
@@ -97,7 +97,7 @@ def draw_host(results: Path, figure: Figure) -> None:
     copies.set_xscale("log")
     copies.set_xticks([1, 10, 100], ["1", "10", "100"])
     copies.set_xlabel("copies per step")
-    copies.legend(*times.get_legend_handles_labels(), fontsize=8, loc="lower right")
+    times.legend(fontsize=8, loc="lower right")
     figure.suptitle("Host work per decode step, requests × context (CUDA build without a GPU)")
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from page_kept import host_rows, rig_rows, rig_training_rows
-from page_sections import SECTIONS, Section
 
 Row = dict[str, Any]
 GIB = 2**30
@@ -383,19 +382,19 @@ TABLES: dict[str, Callable[[list[Any]], list[str]]] = {
 KEPT = ("rig", "host")  # tables of the archive, which need more than run.py does
 
 
-def describe_run(section: Section, result: Row) -> list[str]:
+def describe_run(name: str, result: Row) -> list[str]:
     """Return when, where and how a section was measured."""
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     gpu = "a GPU, not used" if result["has_gpu"] else "no GPU"
     before, after = result["load"]
-    scripts = [f"benchmarks/{' '.join(command)}" for command in section.commands]
+    scripts = [f"benchmarks/{' '.join(command)}" for command in result["commands"]]
     return [
         f"Measured {result['date']} on {result['cores']} CPU cores ({result['machine']}, {gpu}; "
         f"load average {before} before, {after} after), Python {result['python']}, {versions}; "
         f"{result['cpu_seconds']} CPU seconds.",
         "",
         "```sh",
-        f"python benchmarks/run.py --only {section.name}",
+        f"python benchmarks/run.py --only {name}",
         *(f"# runs: python {script}" for script in scripts),
         "```",
         "",
@@ -410,8 +409,7 @@ def render_section(name: str, results: Path) -> str:
     if not path.exists():
         return "Not measured yet."
     result = json.loads(path.read_text(encoding="utf-8"))
-    section = next(each for each in SECTIONS if each.name == name)
-    return "\n".join([*describe_run(section, result), *TABLES[name](result["data"])])
+    return "\n".join([*describe_run(name, result), *TABLES[name](result["data"])])
 
 
 def render_page(page: str, results: Path) -> str:

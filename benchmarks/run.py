@@ -89,6 +89,7 @@ def measure(section: Section) -> None:
         "load": [round(load, 1), round(os.getloadavg()[0], 1)],
         "cpu_seconds": round(children_seconds() - cpu),
         "seconds": round(time.perf_counter() - began),
+        "commands": section.commands,
         "data": data,
     }
     text = json.dumps(result, separators=(",", ":"))

@@ -59,6 +59,11 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return sys.modules["page_tables"]
 
 
+@pytest.fixture
+def sections(tables: ModuleType) -> ModuleType:
+    return sys.modules["page_sections"]
+
+
 def test_page_shows_the_kept_results(tables: ModuleType) -> None:
     page = text_of(PAGE)
     assert tables.render_page(page, BENCHMARKS / "results") == page, (
@@ -66,23 +71,27 @@ def test_page_shows_the_kept_results(tables: ModuleType) -> None:
     )
 
 
-def test_page_has_the_markers_of_each_section(tables: ModuleType) -> None:
+def test_page_has_the_markers_of_each_section(tables: ModuleType, sections: ModuleType) -> None:
     begun = re.findall(r"<!-- begin ([\w-]+) -->", text_of(PAGE))
     ended = re.findall(r"<!-- end ([\w-]+) -->", text_of(PAGE))
     assert begun == ended
     assert sorted(begun) == sorted(tables.TABLES)
-    assert {section.name for section in tables.SECTIONS} | set(tables.KEPT) == set(tables.TABLES)
+    assert {section.name for section in sections.SECTIONS} | set(tables.KEPT) == set(tables.TABLES)
 
 
-def test_each_section_has_been_measured(tables: ModuleType) -> None:
-    for section in tables.SECTIONS:
-        result = json.loads(text_of(BENCHMARKS / "results" / f"{section.name}.json"))
+def test_kept_results_say_when_and_how_they_were_measured(sections: ModuleType) -> None:
+    scripts = {
+        section.name: [command[0] for command in section.commands] for section in sections.SECTIONS
+    }
+    for path in (BENCHMARKS / "results").glob("*.json"):
+        result = json.loads(text_of(path))
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", result["date"])
-        assert len(result["data"]) == len(section.commands)
+        assert [command[0] for command in result["commands"]] == scripts[path.stem]
+        assert len(result["data"]) == len(result["commands"])
 
 
-def test_commands_of_sections_name_scripts_that_write_json(tables: ModuleType) -> None:
-    for section in tables.SECTIONS:
+def test_commands_of_sections_name_scripts_that_write_json(sections: ModuleType) -> None:
+    for section in sections.SECTIONS:
         for script, *options in section.commands:
             code = text_of(BENCHMARKS / script)
             named = [option for option in (*options, "--json") if option.startswith("--")]
@@ -122,9 +131,9 @@ def test_named_scripts_exist() -> None:
     assert [name for name in sorted(named) if not (BENCHMARKS / name).exists()] == []
 
 
-def test_each_script_is_named_on_the_page_or_used_by_another(tables: ModuleType) -> None:
+def test_each_script_is_named_on_the_page_or_used_by_another(sections: ModuleType) -> None:
     used = set(re.findall(r"(\w+)\.py", text_of(PAGE)))
-    used |= {command[0][:-3] for section in tables.SECTIONS for command in section.commands}
+    used |= {command[0][:-3] for section in sections.SECTIONS for command in section.commands}
     for path in SCRIPTS:
         for node in ast.walk(ast.parse(text_of(path))):
             if isinstance(node, ast.ImportFrom) and node.module:
