@@ -98,13 +98,14 @@ def plan_for(
     *,
     stages: int = 2,
     context: int = 512,
+    new_tokens: int = NEW_TOKENS + 1,
     half_speed: bool = False,
 ) -> Plan:
     """Equal stages, each of them on the CPU; or one for a second GPU of half the first's speed."""
     work = duoka.Workload(
         batch=sequences,
         prompt_tokens=context,
-        new_tokens=NEW_TOKENS + 1,
+        new_tokens=new_tokens,
         dtype="float32",
         prefill_chunk_tokens=PIECE,
     )
@@ -304,7 +305,7 @@ def measure_transformers(directory: Path, rounds: int, batch: int, context: int)
     That is by the median time from one step of all requests to the next one.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    plan = plan_for(directory, batch, stages=1, context=context)
+    plan = plan_for(directory, batch, stages=1, context=context, new_tokens=LONG_ANSWER)
     with open_engine(plan) as engine:
 
         def speed(times: Times, seed: int) -> float:

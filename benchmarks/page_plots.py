@@ -12,6 +12,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from page_kept import host_rows, rig_rows, rig_training_rows
 from page_tables import GIB, Row, joined, with_errors
 
@@ -57,7 +58,7 @@ def draw_forecast(results: Path, figure: Figure) -> None:
     sizes.plot([1 / 32, 128], [1 / 32, 128], color=GREY, linewidth=1, zorder=1)
     for name, colour, marker, rows in groups:
         look: Any = {
-            "label": f"{name} ({len(rows)})", "marker": marker, "s": 24,
+            "label": f"{name} ({len(rows)})", "marker": marker, "s": 60 if colour == BLUE else 20,
             "facecolors": "none", "edgecolors": colour, "zorder": 2,
         }  # fmt: skip
         measured = [row["measured_reserved_bytes"] / GIB for row in rows]
@@ -152,10 +153,10 @@ def draw_planner(results: Path, figure: Figure) -> None:
     balance.scatter(*points, edgecolors=BLUE, label=f"both hold it ({len(both)})", **look)
     failed = [row["duoka"] / GIB for row in found["balance"] if row["auto"] is None]
     balance.scatter(
-        [-1] * len(failed), failed, edgecolors=ORANGE, marker="x", s=24, color=ORANGE,
-        label=f"`auto` overflows or offloads ({len(failed)})",
+        [-1] * len(failed), failed, marker="x", s=24, color=ORANGE,
+        label=f'"auto" overflows or offloads ({len(failed)})",
     )  # fmt: skip
-    balance.set_xlabel("free on the fullest GPU by `auto`, GiB")
+    balance.set_xlabel('free on the fullest GPU by "auto", GiB')
     balance.set_ylabel("free on the fullest GPU by duoka, GiB")
     balance.legend(fontsize=8, loc="lower right")
     figure.suptitle('duoka beside device_map="auto", as replayed through the allocator\'s model')
@@ -168,7 +169,7 @@ def _draw_cells(axes: Axes, fit: Sequence[Row]) -> None:
         (
             ("fewest", "exhaustive search", GREY),
             ("duoka", "duoka", BLUE),
-            ("auto", "`auto`", ORANGE),
+            ("auto", '"auto"', ORANGE),
         )
     ):
         counts = [
@@ -178,6 +179,7 @@ def _draw_cells(axes: Axes, fit: Sequence[Row]) -> None:
         places = [at + 0.27 * (1 - number) for at in range(len(machines))]
         axes.barh(places, counts, height=0.25, color=colour, label=f"{label} ({sum(counts)})")
     axes.set_yticks(range(len(machines)), machines, fontsize=8)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("cells (model, context, batch) that fit")
     axes.set_ylabel("machine, GPUs in GiB")
     axes.legend(fontsize=8, loc="lower right")

@@ -395,7 +395,7 @@ def describe_run(name: str, result: Row) -> list[str]:
         "",
         "```sh",
         f"python benchmarks/run.py --only {name}",
-        *(f"# runs: python {script}" for script in scripts),
+        *(f"# this result: python {script}" for script in scripts),
         "```",
         "",
     ]
