@@ -154,7 +154,7 @@ def draw_planner(results: Path, figure: Figure) -> None:
     failed = [row["duoka"] / GIB for row in found["balance"] if row["auto"] is None]
     balance.scatter(
         [-1] * len(failed), failed, marker="x", s=24, color=ORANGE,
-        label=f'"auto" overflows or offloads ({len(failed)})",
+        label=f'"auto" overflows or offloads ({len(failed)})',
     )  # fmt: skip
     balance.set_xlabel('free on the fullest GPU by "auto", GiB')
     balance.set_ylabel("free on the fullest GPU by duoka, GiB")
