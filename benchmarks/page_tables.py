@@ -407,7 +407,9 @@ def render_section(name: str, results: Path) -> str:
         return "\n".join(TABLES[name]([]))
     path = results / f"{name}.json"
     if not path.exists():
-        return "Not measured yet."
+        return (
+            "Not measured by this script yet. The [archive](archive/README.md) has earlier tables."
+        )
     result = json.loads(path.read_text(encoding="utf-8"))
     return "\n".join([*describe_run(name, result), *TABLES[name](result["data"])])
 

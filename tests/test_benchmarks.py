@@ -81,12 +81,12 @@ def test_page_has_the_markers_of_each_section(tables: ModuleType, sections: Modu
 
 def test_kept_results_say_when_and_how_they_were_measured(sections: ModuleType) -> None:
     scripts = {
-        section.name: [command[0] for command in section.commands] for section in sections.SECTIONS
+        section.name: {command[0] for command in section.commands} for section in sections.SECTIONS
     }
     for path in (BENCHMARKS / "results").glob("*.json"):
         result = json.loads(text_of(path))
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", result["date"])
-        assert [command[0] for command in result["commands"]] == scripts[path.stem]
+        assert {command[0] for command in result["commands"]} == scripts[path.stem]
         assert len(result["data"]) == len(result["commands"])
 
 
