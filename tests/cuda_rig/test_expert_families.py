@@ -68,7 +68,8 @@ def test_memory(family: str, experts: str, load: str) -> None:
     plan = case.plan(case.profile())
     run(plan, case.build())
     ((_, told),), ((_, taken),) = forecast(plan), counted(plan)
-    if table := os.environ.get("DUOKA_TABLE"):  # made into benchmarks/archive/expert_families_rig_….md
+    # The rows of benchmarks/archive/expert_families_rig_….md.
+    if table := os.environ.get("DUOKA_TABLE"):
         with Path(table).open("a") as file:
             print(f"| {family} | {experts} | {load} | {told:,} | {taken:,} |", file=file)
     segments = 0 if experts == "gpu" else 2 if load == "decode" else 1
