@@ -73,8 +73,6 @@ PAIRS: list[Pair] = [
     ("gemma-3-4b", "8GiB,8GiB", 1500, 6, {"batch": 2}),
     ("mixtral-8x7b", "80GiB,24GiB", 700, 6, {"batch": 4}),
     # Caches.
-    ("glm-4-9b", "24GiB", 16000, 6, {"cache": "static", "chunk": 2048}),
-    ("llama-3-8b", "16GiB,8GiB", 4000, 6, {"cache": "static"}),
     ("glm-4-9b", "12GiB,14GiB", 6000, 6, {"batch": 2, "cache": "int8"}),
     ("llama-3-8b", "12GiB,12GiB", 8000, 6, {"cache": "int8"}),
     # Weights in fewer bits, and on the host.

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from served import Served
 
 from duoka.report.measured import Fallback
-from duoka.serve.messages import Status
+from duoka.serve.messages import Delta, Ended, Event, Status
 from duoka.serve.metrics import Metrics
 
 # Of vLLM 0.33's documentation, "Production Metrics"; counters end in _total as they are read.
@@ -67,6 +67,23 @@ def test_what_was_answered_is_counted(served: Served) -> None:
     assert added["vllm:request_success_total"] == 2
     assert added["vllm:prompt_tokens_total"] == added["vllm:prefix_cache_queries_total"] == 5
     assert added["vllm:time_to_first_token_seconds_count"] == 1
+
+
+def test_tokens_are_counted_as_they_come() -> None:
+    pool: Any = SimpleNamespace(engines=[])
+    metrics = Metrics(pool, "glm")
+    request = metrics.watch()
+
+    def tokens_after(event: Event) -> float | None:
+        request.take(event)
+        name = "vllm:generation_tokens_total"
+        return metrics.registry.get_sample_value(name, {"model_name": "glm"})
+
+    assert tokens_after(Delta(number=0, choice=0, text="a", num_tokens=2)) == 2
+    assert tokens_after(Delta(number=0, choice=1, text="b", num_tokens=1)) == 3
+    end: Any = {"number": 0, "finish": "length", "shared_tokens": 0}
+    assert tokens_after(Ended(**end, choice=0, new_tokens=3)) == 4
+    assert tokens_after(Ended(**end, choice=1, new_tokens=1)) == 4
 
 
 def test_what_a_device_does_not_use_is_told_with_the_reason() -> None:

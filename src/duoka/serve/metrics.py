@@ -6,6 +6,7 @@ Source of names and buckets: vLLM 0.33, ``v1/metrics/loggers.py``.
 from __future__ import annotations
 
 import time
+from collections import Counter as Counts
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -85,6 +86,7 @@ class RequestMetrics:
         self._metrics, self._model = metrics, model
         self._begin = self._last_delta_at = time.monotonic()
         self._first_token_at: float | None = None
+        self._streamed_tokens = Counts[int]()  # by choice
 
     def take(self, event: Event) -> None:
         """Record an event."""
@@ -101,8 +103,12 @@ class RequestMetrics:
                 metrics.between.observe(now - self._last_delta_at)
             self._last_delta_at = now
             metrics.came(now, event.num_tokens)
+            metrics.generation_tokens.inc(event.num_tokens)
+            self._streamed_tokens[event.choice] += event.num_tokens
         elif isinstance(event, Ended):
-            metrics.generation_tokens.inc(event.new_tokens)
+            # The last tokens may have no text, and so no `Delta`.
+            remaining = event.new_tokens - self._streamed_tokens[event.choice]
+            metrics.generation_tokens.inc(max(0, remaining))
             metrics.success.labels(self._model, _REASONS.get(event.finish, event.finish)).inc()
             if event.choice == 0:  # the choices of a request share one prompt
                 metrics.hits.inc(event.shared_tokens)
