@@ -32,10 +32,17 @@ TWO = "virtual:2x64MiB"
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of this module's own, so that other tests' profiles don't answer."""
-    base = tmp_path_factory.getbasetemp() / "api-cache"
-    monkeypatch.setenv("DUOKA_CACHE", str(base))
+def _own_cache(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A cache of this directory's own, so that other tests' profiles don't answer.
+
+    Those of one sequence alone (`single_sequences`) have another one.
+    """
+    name = "single" if "single_sequences" in request.fixturenames else "all"
+    monkeypatch.setenv("DUOKA_CACHE", str(tmp_path_factory.getbasetemp() / "api-cache" / name))
 
 
 @pytest.fixture(scope="module")

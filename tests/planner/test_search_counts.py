@@ -61,9 +61,7 @@ def plan_time(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_plans_take_no_more_replays_steps_and_states(
     plan_time: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(plan_time.json.dumps(GLM_4_9B), encoding="utf-8")
-    profile, _ = plan_time.profile_of(config, 40, tmp_path)
+    profile, _ = plan_time.profile_of(GLM_4_9B, 40, tmp_path)
     counts: Counter[str] = Counter()
     # One that goes on after a pause is the same.
     counted(monkeypatch, replay.StageRun, "__init__", counts)
