@@ -340,3 +340,12 @@ def test_every_environment_variable_is_documented() -> None:
             read.add(names.get(found, found.strip('"')))
     assert "DUOKA_CACHE" in read
     assert {name for name in read if name.isupper()} - {"_DUOKA_COMPLETE"} <= set(VARIABLES)
+
+
+def test_the_picture_of_the_plan_shows_the_numbers_of_its_table() -> None:
+    picture = (ROOT / "docs" / "plan.svg").read_text(encoding="utf-8")
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^ cuda:\d .* (\d+\.\d+)(?: +\d+\.\d+){3} +(\d+\.\d+) +\d+\.00$", page, re.M)
+    shown = re.findall(r">(\d+\.\d+) (GiB of weights|of \d+ GiB)<", picture)
+    assert len(rows) >= 2
+    assert [number for number, _ in shown] == [number for row in rows[:2] for number in row]

@@ -135,12 +135,19 @@ class Expressions:
         if isinstance(index, str) and index not in arguments:
             # PyTorch's functions pass on by name an argument that was given by position.
             index = self._positions.get(index, index)
-        argument = arguments.get(index)
-        return None if argument is None else self._item_text(argument, rest)
+        spread = [node for name, node in self._arguments if name == "**"]
+        if index not in arguments and isinstance(path[0], str) and len(spread) == 1:
+            return self._item_text(spread[0], path)
+        return self._item_text(arguments[index], rest) if index in arguments else None
 
     def _item_text(self, node: ast.expr, path: tuple[int | str, ...]) -> OperandText:
-        """Return the element of a list display at `path`, or the list with indices: "xs[1]"."""
+        """Return the element of a display at `path`, or the container with indices: "xs[1]"."""
         for depth, step in enumerate(path):
+            if isinstance(node, ast.Dict):
+                keys = [key.value if isinstance(key, ast.Constant) else None for key in node.keys]
+                if step in keys:
+                    node = node.values[keys.index(step)]
+                    continue
             items = node.elts if isinstance(node, (ast.List, ast.Tuple)) else None
             spelled = items is not None and not any(isinstance(i, ast.Starred) for i in items)
             if items is None or not spelled or isinstance(step, str):

@@ -64,11 +64,7 @@ class OutOfCapacity(MemoryError):
     """
 
     def __init__(
-        self,
-        requested_bytes: int,
-        capacity_bytes: int,
-        allocated_bytes: int,
-        reserved_bytes: int,
+        self, requested_bytes: int, capacity_bytes: int, allocated_bytes: int, reserved_bytes: int
     ) -> None:
         super().__init__(f"{requested_bytes} bytes requested")
         self.requested_bytes = requested_bytes

@@ -94,11 +94,7 @@ class PlainMemory:
         self.cached -= size * cached
 
     def run(
-        self,
-        program: bytes,
-        sizes: bytes,
-        inputs: list[Held],
-        out: tuple[int, ...],
+        self, program: bytes, sizes: bytes, inputs: list[Held], out: tuple[int, ...]
     ) -> list[Held]:
         """Run a program's code with `inputs` in its first registers; return the blocks in `out`."""
         requests = array("q", sizes)

@@ -73,9 +73,7 @@ def training_bounds(chain: Chain, replay: TrainingReplay) -> Ints:
 
 
 def _sums(
-    profile: Profile,
-    places: Sequence[Sequence[int]],
-    sizes: Callable[[BlockKind], Sequence[int]],
+    profile: Profile, places: Sequence[Sequence[int]], sizes: Callable[[BlockKind], Sequence[int]]
 ) -> Ints:
     """[start, stop]: rounded bytes of tensors in stages; `sizes` returns those of a block kind."""
     return sum_ranges(

@@ -120,10 +120,7 @@ def _sketch_weights(
 
 
 def _hold(
-    model: nn.Module,
-    target: str,
-    pieces: Sequence[TensorCopy],
-    sketches: Mapping[str, StoredRows],
+    model: nn.Module, target: str, pieces: Sequence[TensorCopy], sketches: Mapping[str, StoredRows]
 ) -> None:
     """Replace a parameter by a weight without data in the form of the stored weights."""
     owner, _, leaf = target.rpartition(".")

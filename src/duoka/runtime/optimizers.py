@@ -20,11 +20,7 @@ from duoka.forecast.workload import Optimizer
 
 
 def make_optimizer(
-    model: nn.Module,
-    optimizer: Optimizer,
-    *,
-    lr: float = 1e-4,
-    weight_decay: float = 0.0,
+    model: nn.Module, optimizer: Optimizer, *, lr: float = 1e-4, weight_decay: float = 0.0
 ) -> torch.optim.Optimizer:
     """Make the optimizer for the trained parameters of a model in this process.
 

@@ -210,10 +210,7 @@ def _train(directory: RunDirectory) -> TuneResult:
     directory.forget_failure()
     rendezvous, signals = Rendezvous(), list[int]()
     with WorkerGroup(
-        "duoka.tuner",
-        layout.world_size,
-        [str(directory.path)],
-        environment=rendezvous.environment,
+        "duoka.tuner", layout.world_size, [str(directory.path)], environment=rendezvous.environment
     ) as workers:
 
         def stop(signum: int, frame: FrameType | None) -> None:

@@ -69,8 +69,7 @@ class UnknownValueError(VirtualDeviceError):
 
     def __init__(self, message: str) -> None:
         super().__init__(
-            message,
-            hint='use virtual GPUs with data="cpu", which compute real numbers',
+            message, hint='use virtual GPUs with data="cpu", which compute real numbers'
         )
 
 

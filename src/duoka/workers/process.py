@@ -40,11 +40,7 @@ class WorkerProcess:
         # A group, not a session: if the parent ends, the kernel continues a stopped (SIGSTOP) group
         # of the same session, so that the program can end.
         self._process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.PIPE,
-            process_group=0,
-            pass_fds=descriptors,
+            command, env=environment, stdin=subprocess.PIPE, process_group=0, pass_fds=descriptors
         )
         assert self._process.stdin is not None
         self._pipe = self._process.stdin

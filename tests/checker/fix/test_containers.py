@@ -1,4 +1,4 @@
-"""Repairs of small models, each proved: lists, and what is made or kept elsewhere."""
+"""Repairs of small models, each proved: lists, dicts, and what is made or kept elsewhere."""
 
 from __future__ import annotations
 
@@ -66,6 +66,49 @@ LISTS = """
         h = self.b(self.a(x))
         return torch.stack([h[i] + x[i] for i in range(len(h))])
         + return torch.stack([h[i] + x[i].to(h.device) for i in range(len(h))])
+"""
+
+DICTS = """
+    keywords
+        h = self.b(self.a(x))
+        words = {'weight': self.a.weight, 'bias': self.b.bias}
+        return F.linear(h, **words)
+        + return F.linear(h, **{**words, 'weight': words['weight'].to(h.device)})
+
+    keywords-two
+        h = self.b(self.a(x))
+        words = {'weight': self.a.bias, 'bias': self.a.weight[0]}
+        return F.batch_norm(h, self.b.bias, self.b.bias ** 2, **words)
+        + return F.batch_norm(h, self.b.bias, self.b.bias ** 2, **{**words, 'weight': \
+words['weight'].to(h.device), 'bias': words['bias'].to(h.device)})
+
+    keywords-stay
+        words = {'tensor1': self.b(x), 'tensor2': self.a(x), 'value': 2}
+        return torch.addcmul(self.b(x), **words)
+        + return torch.addcmul(self.b(x), **{**words, 'tensor2': \
+words['tensor2'].to(self.b.weight.device)})
+
+    keywords-display
+        h = self.b(self.a(x))
+        return F.linear(h, **{'weight': self.a.weight, 'bias': self.b.bias})
+        + return F.linear(h, **{'weight': self.a.weight.to(h.device), 'bias': self.b.bias})
+
+    keywords-nested
+        h = self.b(self.a(x))
+        rest = {'weight': self.a.weight}
+        return F.linear(h, **{'bias': self.b.bias, **rest})
+        + result = {'bias': self.b.bias, **rest}
+        + return F.linear(h, **{**result, 'weight': result['weight'].to(h.device)})
+
+    keywords-call
+        methods:
+            def words(self):
+                return {'weight': self.a.weight, 'bias': self.b.bias}
+        forward:
+            h = self.b(self.a(x))
+            return F.linear(h, **self.words())
+        + words_output = self.words()
+        + return F.linear(h, **{**words_output, 'weight': words_output['weight'].to(h.device)})
 """
 
 MADE_OR_KEPT_ELSEWHERE = """
@@ -203,7 +246,7 @@ MADE_OR_KEPT_ELSEWHERE = """
         + return h + self.buf.to(h.device)
 """
 
-CURED = read_shapes(LISTS, MADE_OR_KEPT_ELSEWHERE)
+CURED = read_shapes(LISTS, DICTS, MADE_OR_KEPT_ELSEWHERE)
 
 
 @pytest.mark.parametrize("shape", CURED, ids=lambda shape: shape.name)

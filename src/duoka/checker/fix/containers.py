@@ -1,10 +1,12 @@
-"""Fixes for operands in a list or tuple: move each tensor of the container."""
+"""Fixes for operands in a list, tuple or dict: move the tensors of the container."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from duoka.report.check_report import Operand
 
@@ -14,6 +16,7 @@ from .edits import (
     insert_before,
     move,
     move_each,
+    name_first,
     names_around,
     on_a_line,
     replace,
@@ -25,7 +28,7 @@ from .syntax import Edit, Tree, element_at, is_plain, last_name, strip_blanks
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """Expression of several tensors: a list or a comprehension."""
+    """Expression of several tensors: a list, a comprehension or a dict."""
 
     node: ast.expr
     element: ast.expr | None = None
@@ -40,6 +43,8 @@ class Container:
 #   cat(parts)                parts[1]         parts                  [e.to(D) for e in parts]
 #   cat([f(x) for x in xs])   f(x)             loop, element f(x)     [f(x).to(D) for x in xs]
 #   block_diag(*parts)        parts[1]         parts                  *[e.to(D) for e in parts]
+#   attend(q, **options)      options['m']     options                **{**options, 'm':
+#                                                                       options['m'].to(D)}
 def container_of(tree: Tree, node: ast.AST, operand: Operand) -> Container | None:
     """Return the container of an operand; None if the operand's own expression can be moved."""
     written = node.value if isinstance(node, ast.Starred) else node
@@ -64,6 +69,10 @@ def move_contents(site: Site, container: Container) -> Iterator[tuple[Edit, ...]
     Its expression names another operand, an item of the container, or a local tensor.
     """
     tree, node = site.tree, container.node
+    keys = _moved_keys(site, node)
+    if keys:
+        yield from _move_values(site, node, keys)
+        return
     for device in target_devices(site, node):
         yield (_move_in(tree, container, device),)
     staying = _staying_index(site, container)
@@ -74,6 +83,25 @@ def move_contents(site: Site, container: Container) -> Iterator[tuple[Edit, ...]
             yield from _hoist_and_move(tree, node, staying)
     for device in lucky_devices(site, node):
         yield (_move_in(tree, container, device),)
+
+
+def _moved_keys(site: Site, node: ast.expr) -> list[str]:
+    """Return the keys, as source text, of the operands to move in a dict; empty for a list."""
+    item = re.escape(strip_blanks(site.tree.code(node))) + r"\[(['\"].+['\"])\]"
+    expressions = [strip_blanks(each.expression) for each in site.fault.operands if each.moved]
+    return [found[1] for each in expressions if (found := re.fullmatch(item, each))]
+
+
+def _move_values(site: Site, node: ast.expr, keys: Sequence[str]) -> Iterator[tuple[Edit, ...]]:
+    """Yield edits that move the values of some keys of a dict, which is evaluated once."""
+    tree = site.tree
+    hoisted = name_first(tree, [node], node)
+    if hoisted is None and not is_plain(node):
+        return
+    names, lines = hoisted or ({node: tree.code(node)}, [])
+    for device in chain(target_devices(site, node), lucky_devices(site, node)):
+        moved = [f"{key}: {names[node]}[{key}].to({device})" for key in keys]
+        yield *lines, replace(tree, node, f"{{**{names[node]}, {', '.join(moved)}}}")
 
 
 def _move_in(tree: Tree, container: Container, device: str) -> Edit:

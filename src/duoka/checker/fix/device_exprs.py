@@ -77,6 +77,8 @@ def _names_of(site: Site, written: ast.expr, operand: Operand) -> Iterator[str]:
         )
         if element is not None and is_plain(element):
             yield tree.code(element)
+        elif is_plain(written) and operand.expression.endswith(("']", '"]')):
+            yield operand.expression
         return
     if isinstance(written, ast.NamedExpr):
         yield tree.code(written.target)

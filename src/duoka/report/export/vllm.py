@@ -155,10 +155,7 @@ def _utilization_option(pipeline: LayerPipeline) -> list[tuple[str, str]]:
 
 
 def _notes(
-    plan: Plan,
-    pipeline: LayerPipeline,
-    rank_bytes: Sequence[int] | None,
-    profile: Profile | None,
+    plan: Plan, pipeline: LayerPipeline, rank_bytes: Sequence[int] | None, profile: Profile | None
 ) -> Iterator[str]:
     """Yield the differences between the plan and vLLM; `rank_bytes` as of `_rank_bytes`."""
     yield from common.common_notes(plan, pipeline)

@@ -149,10 +149,7 @@ class _EncoderMark:
 
 
 def _mark_as_placed(
-    model: nn.Module,
-    placement: Placement,
-    installed: Installed,
-    streamers: list[Streamer],
+    model: nn.Module, placement: Placement, installed: Installed, streamers: list[Streamer]
 ) -> None:
     """Mark the model as placed for transformers.
 

@@ -132,10 +132,7 @@ class Bench:
 
 
 def plan_deployments(
-    checkpoint: Checkpoint,
-    request: PlanRequest,
-    fleet: Fleet,
-    forms: Sequence[Quantization],
+    checkpoint: Checkpoint, request: PlanRequest, fleet: Fleet, forms: Sequence[Quantization]
 ) -> Bench:
     """Plan every deployment of a checkpoint for the requests of a paged workload.
 

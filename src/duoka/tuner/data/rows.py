@@ -34,12 +34,7 @@ from PIL.Image import Image
 
 from duoka.base.units import format_count
 from duoka.errors import UsageError
-from duoka.models.text.messages import (
-    ChatMessage,
-    Tool,
-    read_message,
-    refuse_half_pairs,
-)
+from duoka.models.text.messages import ChatMessage, Tool, read_message, refuse_half_pairs
 
 from .images import PLACEHOLDER, split_row
 
