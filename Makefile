@@ -104,7 +104,7 @@ UPDATE ?=
 release-check: .venv-release/.installed
 	.venv-release/bin/python scripts/release_check.py $(UPDATE)
 
-# Measures what a machine without a GPU can, planned for 30 minutes on two idle cores, and rewrites the
+# Measures what a machine without a GPU can, in about half an hour on two cores, and rewrites the
 # tables and plots of benchmarks/README.md. `make benchmarks ONLY="forecast load"` for some of them.
 ONLY ?=
 benchmarks: $(BENCHMARKS_STAMP)

@@ -32,6 +32,7 @@ REPAIRED = (
     "fault_comprehension",
     "fault_hard_device_string",
     "fault_helper_in_another_file",
+    "fault_kwargs_attention",
     "fault_loss_class_weights",
     "fault_loss_labels",
     "fault_splice_boolean_setitem",
