@@ -72,8 +72,9 @@ def draw_forecast(results: Path, figure: Figure) -> None:
     sizes.yaxis.set_major_formatter("{x:g}")
     sizes.set_ylabel("forecast, GiB")
     errors.set_yscale("symlog", linthresh=0.1)
-    errors.set_yticks([-1, -0.1, 0, 0.1, 1, 5], ["−1", "−0.1", "0", "+0.1", "+1", "+5"])
-    errors.set_ylim(-1.5, 6)
+    ticks = {-5: "−5", -1: "−1", -0.1: "−0.1", 0: "0", 0.1: "+0.1", 1: "+1", 5: "+5"}
+    errors.set_yticks([*ticks], [*ticks.values()])
+    errors.set_ylim(-6, 6)
     errors.set_ylabel("forecast too high, %  (below 0: too low)")
     sizes.legend(fontsize=7, loc="upper left")
     figure.suptitle("Reserved memory: forecast against measurement, no real GPU")
