@@ -87,9 +87,9 @@ def move_contents(site: Site, container: Container) -> Iterator[tuple[Edit, ...]
 
 def _moved_keys(site: Site, node: ast.expr) -> list[str]:
     """Return the keys, as source text, of the operands to move in a dict; empty for a list."""
-    item = re.escape(strip_blanks(site.tree.code(node))) + r"\[(['\"].+['\"])\]"
-    expressions = [strip_blanks(each.expression) for each in site.fault.operands if each.moved]
-    return [found[1] for each in expressions if (found := re.fullmatch(item, each))]
+    item = re.compile(re.escape(strip_blanks(site.tree.code(node))) + r"\[(['\"].+['\"])\]")
+    moved = [strip_blanks(operand.expression) for operand in site.fault.operands if operand.moved]
+    return [match[1] for match in map(item.fullmatch, moved) if match]
 
 
 def _move_values(site: Site, node: ast.expr, keys: Sequence[str]) -> Iterator[tuple[Edit, ...]]:
