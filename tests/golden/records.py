@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import re
 import tempfile
 from collections.abc import Mapping
@@ -65,7 +66,7 @@ def rounded(value: Any, digits: int) -> Any:
 
 
 def normalised(text: str, **places: Path | str) -> str:
-    """Text without directories of this run and versions; `places` are named in capitals."""
+    """Text without directories, versions and kernel of this run; `places` are named in capitals."""
     found = {str(path): f"<{name}>" for name, path in places.items()}
     found[tempfile.gettempdir()] = "<tmp>"
     found[str(Path(__file__).resolve().parents[2])] = "<repository>"
@@ -74,4 +75,6 @@ def normalised(text: str, **places: Path | str) -> str:
     for package in ("torch", "transformers", "duoka"):
         text = re.sub(rf"\b{package}([ =/\"':]+){re.escape(version(package))}",
                       rf"{package}\1<version>", text)  # fmt: skip
-    return text
+    return text.replace(platform.python_version(), "<version>").replace(
+        platform.platform(), "<kernel>"
+    )
