@@ -23,6 +23,7 @@ class ScriptedPool:
 
     engines: Sequence[Any] = ()
     context_tokens = 128
+    has_failed = False
 
     def __init__(self, events: Sequence[Event]) -> None:
         self._events = events

@@ -21,7 +21,7 @@ WORDS = [
     (["plan", "--objective", "l"], ["latency"]),
     (["tune", "a", "b", "--lr-schedule", ""], ["cosine", "linear", "constant", *MORE]),
 ]
-FILES = [["plan", "./m"], ["plan", "--save", "m"], ["compare", "m"]]
+FILES = [["plan", "./m"], ["plan", "--save", "m"], ["merge", "m"]]
 
 
 def script_of(

@@ -12,9 +12,11 @@ import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from itertools import chain
+from typing import cast
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from .answers import Answer, Piece
 from .errors import CLOSED, HttpError
@@ -52,12 +54,21 @@ async def respond(
     if request.stream:
         paced_pieces = _pace(pieces, _PING_SECONDS)
         lines = _write_stream(answer, await anext(paced_pieces), paced_pieces)
-        return StreamingResponse(lines, headers=_HEADERS, media_type="text/event-stream")
+        return _EventStream(lines, headers=_HEADERS, media_type="text/event-stream")
     async with aclosing(_pace(_exhaust(pieces), _LOOK_SECONDS)) as paced_pieces:
         async for piece in paced_pieces:
             if piece is None and await http.is_disconnected():
                 raise HttpError(CLOSED, "the client has gone")
     return JSONResponse(answer.to_dict())
+
+
+class _EventStream(StreamingResponse):
+    """Response that ends its generations with it, also when the client has disconnected."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response, and close the iterator of its lines."""
+        async with aclosing(cast(AsyncGenerator[str, None], self.body_iterator)):
+            await super().__call__(scope, receive, send)
 
 
 async def _exhaust(pieces: Pieces) -> Pieces:

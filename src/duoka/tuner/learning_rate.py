@@ -29,8 +29,9 @@ def rate_factor(step: int, num_steps: int, warmup_steps: int, decay: Decay) -> f
     >>> [rate_factor(step, 6, 2, "linear") for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
-    factor = _schedule(decay, num_steps, warmup_steps)
-    return factor(step + 1 if step < warmup_steps else step)
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    return _schedule(decay, num_steps, warmup_steps)(step)
 
 
 @cache
