@@ -87,6 +87,9 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     On CUDA workspaces are PyTorch's own. Tests of the house itself, which lie in its root, look at
     every file each time, so none of their cases is left out.
     """
+    for item in items:
+        if turns.is_slow(item.nodeid):
+            item.add_marker("slow")
     _leave_to_the_night(items)
     _leave_out_of_the_quick_run(items)
     for item in items:
@@ -114,7 +117,7 @@ def _leave_to_the_night(items: list[pytest.Function]) -> None:
 
 
 def _leave_out_of_the_quick_run(items: list[pytest.Function]) -> None:
-    """Mark all but the first case of each test: together they are slow, and a sixth is due."""
+    """Mark all but the first case of each test: together they are slow, and a twelfth is due."""
     for cases in _cases(item for item in items if not any(map(item.get_closest_marker, _LATER))):
         due = set(turns.in_turn(cases[1:]))
         for item in cases[1:]:

@@ -2,7 +2,7 @@
 
 A family's model is built once and its results on the CPU are computed once. Each check takes a copy
 of the model; all run, and a failure names each that failed. `make test` takes one family of each
-kind, CI the common ones and a sixth of the others (`turns`), `make nightly` all.
+kind, CI the common ones and a twelfth of the others (`turns`), `make nightly` all.
 """
 
 from __future__ import annotations

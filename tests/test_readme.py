@@ -182,7 +182,7 @@ RUN = [
 ]
 
 
-# README's at each commit, a sixth of the others by turn.
+# README's at each commit, a twelfth of the others by turn.
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", *in_turn([p for p in RUN if p != "README.md"])])
 def test_commands(page: str, workplace: Path, request: pytest.FixtureRequest) -> None:

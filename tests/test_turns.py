@@ -23,7 +23,11 @@ def test_all_turns_have_all_cases() -> None:
 
 
 def test_a_commit_has_one_turn() -> None:
-    assert turns.commit_turn(ROOT) == turns.commit_turn(ROOT / "tests") in set("012345")
+    assert (
+        turns.commit_turn(ROOT)
+        == turns.commit_turn(ROOT / "tests")
+        in set(map(str, range(turns.PARTS)))
+    )
     assert turns.commit_turn(Path("/")) == "0"
 
 
@@ -32,3 +36,8 @@ def test_what_is_left_to_the_night_is_held_by_others() -> None:
         assert others
         missing = [each for each in (test, *others) if not is_there(each)]
         assert not missing, f"turns.NIGHTLY names {missing}"
+
+
+def test_slow_tests_are_there() -> None:
+    missing = [test for test in turns.SLOW if not is_there(test)]
+    assert not missing, f"slow_tests.txt names {missing}"

@@ -1,22 +1,35 @@
 """What one commit tests, and what it leaves to `make nightly`.
 
-A sixth of these goes by turn: the rare families of transformers; the cases of a parametrized test
-that are marked slow, at least one; the other slow tests; the cases beyond the first of each test,
-which `make test` runs; and the commands of the pages. The commit's hash selects one of six turns,
-so a commit always tests the same. DUOKA_TURN=k selects turn k, and DUOKA_TURN=all, which `make
-nightly` sets, tests all. A few tests that take minutes are for the night alone (NIGHTLY).
+A twelfth of these goes by turn: the rare families of transformers; the cases of a parametrized test
+that are slow, at least one; the other slow tests; the cases beyond the first of each test, which
+`make test` runs; and the commands of the pages. The commit's hash selects one of twelve turns, so a
+commit always tests the same. DUOKA_TURN=k selects turn k, and DUOKA_TURN=all, which `make nightly`
+sets, tests all. A few tests that take minutes are for the night alone (NIGHTLY).
+
+A test is slow if it is marked so, or if `slow_tests.txt` has it. `python tests/turns.py
+build/durations.xml 4` writes that file anew: `make test-all` leaves the durations.
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
+import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
+from xml.etree import ElementTree as ET
 
-PARTS = 6
+PARTS = 12
 VARIABLE = "DUOKA_TURN"
+
+_SLOW_TESTS = Path(__file__).parent / "slow_tests.txt"
+SLOW = frozenset(_SLOW_TESTS.read_text(encoding="utf-8").split())
+"""Tests, or files of tests, that took more than 4 s of `make test-all`, or 2.5 s of `make test`.
+
+Measured on two cores without AVX-512.
+"""
 
 Case = TypeVar("Case")
 
@@ -83,3 +96,31 @@ NIGHTLY = {
     ),
 }
 """Tests that no commit runs, and those of each commit that hold the same promise."""
+
+
+def is_slow(node_id: str) -> bool:
+    """Whether `slow_tests.txt` has a test, or its whole file."""
+    test = node_id.partition("[")[0]
+    return test in SLOW or test.partition("::")[0] in SLOW
+
+
+def write_slow_tests(durations: str, most_seconds: float) -> None:
+    """Add tests of which each case took long, and take out those of which one was quick.
+
+    Tests in the root of this directory are those of the house, and stay quick.
+    """
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+    for case in ET.parse(durations).iter("testcase"):
+        folder, _, module = case.attrib["classname"].rpartition(".")
+        test = case.attrib["name"].partition("[")[0]
+        if folder != "tests":
+            name = f"{folder.replace('.', '/')}/{module}.py::{test}"
+            seconds[name].append(float(case.attrib["time"]))
+    least = {test: min(taken) for test, taken in seconds.items()}
+    kept = {test for test in SLOW if least.get(test, most_seconds) >= most_seconds / 2}
+    found = {test for test in least if least[test] >= most_seconds}
+    _SLOW_TESTS.write_text("\n".join(sorted(kept | found)) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_slow_tests(sys.argv[1], float(sys.argv[2]))
