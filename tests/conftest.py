@@ -21,7 +21,6 @@ from duoka.base.garbage import freeze_objects
 from duoka.base.quiet import quiet_libraries
 from duoka.forecast.serving import Capacity
 from duoka.forecast.workload import Workload
-from duoka.tracing import get_profile
 
 # What a person has set for programs is none of the tests' business.
 for _name in ("PYTHONUNBUFFERED", "PYTHONWARNINGS", "FORCE_COLOR", "NO_COLOR", "COLUMNS", "LINES"):
@@ -157,6 +156,9 @@ def single_sequences(shared_directory: Path) -> Iterator[None]:
     For modules that plan such workloads, and are about other things than batches. Their profiles
     have a cache of their own: other modules expect those of all workloads.
     """
+    # Imported here and not before collection: transformers would import libraries that start CUDA.
+    from duoka.tracing import get_profile
+
     trace = get_profile._trace
 
     def trace_less(build: Any, spec: Any, workload: Workload, *, batched: bool) -> Any:
