@@ -26,9 +26,7 @@ def diagnosed() -> dict[str, list[tuple[str, str]]]:
     }
 
 
-@pytest.mark.cuda_rig(
-    bad_peers="0>1=zeros,2>1=garbage", throttle="2=0x40", neighbour="1:1GiB", capability="8.6"
-)
+@pytest.mark.cuda_rig(bad_peers="0>1=zeros,2>1=garbage", neighbour="1:1GiB", capability="8.6")
 def test_planted_defects() -> None:
     found = diagnosed()
     assert found["copies"] == [
@@ -40,9 +38,6 @@ def test_planted_defects() -> None:
         "a bfloat16 matrix product is wrong: it is off by 100%"
     ] * 3
     assert found["memory"][0] == ("warning", "GPU 1: python (pid 4242) has 1.00 GiB")
-    assert found["health"] == [
-        ("warning", "GPU 2: throttled by its temperature (the hardware's limit)")
-    ]
 
 
 @pytest.mark.cuda_rig(lost="1@20")
