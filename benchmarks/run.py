@@ -5,8 +5,8 @@
 A section (`page_sections.py`) is one or a few of the other scripts. Their results are kept as
 `results/NAME.json`, with the date, the machine and the CPU time; the tables between the markers of
 `README.md` and the plots are made of these files. `--render` only makes the page anew. A section
-that fails keeps its earlier result. All of it takes about half an hour on two cores; `--list` prints
-the CPU time that each section took.
+that fails keeps its earlier result. All of it takes about half an hour on two cores; `--list`
+prints the CPU time that each section took.
 """
 
 from __future__ import annotations
