@@ -9,7 +9,6 @@
 enum { SOUND, ZEROS, GARBAGE };
 
 static int peers[MAX_GPUS][MAX_GPUS]; /* what becomes of a copy, by source and target */
-static int throttle[MAX_GPUS];
 static int lost, neighbour; /* the GPU it happens to; -1 where it doesn't */
 static unsigned long long lost_at, neighbour_at;
 static double neighbour_gib;
@@ -45,7 +44,6 @@ void
 rig_read_defects(void)
 {
     memset(peers, 0, sizeof peers);
-    memset(throttle, 0, sizeof throttle);
     lost = neighbour = -1;
     lost_at = neighbour_at = 0;
     read_peers(getenv("RIG_BAD_PEERS"));
@@ -56,11 +54,6 @@ rig_read_defects(void)
     if (text && (sscanf(text, "%d:%lfGiB@%llu", &neighbour, &neighbour_gib, &neighbour_at) < 2 ||
                  !is_gpu(neighbour)))
         refuse("RIG_NEIGHBOUR", "a GPU, a size and a number of launches, as in 1:6GiB@50");
-    int index = 0, reasons = 0;
-    text = getenv("RIG_THROTTLE");
-    if (text && (sscanf(text, "%d=%i", &index, &reasons) < 2 || !is_gpu(index)))
-        refuse("RIG_THROTTLE", "a GPU and NVML's reasons, as in 0=0x40");
-    throttle[index] = reasons;
     rig_befall(rig_now());
 }
 
@@ -81,12 +74,6 @@ int
 rig_is_lost(const Gpu *gpu)
 {
     return lost >= 0 && gpu == &rig_gpus[lost] && rig_now() >= lost_at;
-}
-
-int
-rig_throttle(const Gpu *gpu)
-{
-    return throttle[gpu - rig_gpus];
 }
 
 /* Spoil a copy from GPU to GPU, if it is one that doesn't arrive; whether it was. */

@@ -197,14 +197,6 @@ nvmlDeviceGetComputeMode(Gpu *, int *mode)
     return OK;
 }
 
-/* Why it is slower than it could be, as a mask. */
-EXPORT int
-nvmlDeviceGetCurrentClocksThrottleReasons(Gpu *gpu, unsigned long long *reasons)
-{
-    *reasons = (unsigned long long)rig_throttle(gpu);
-    return OK;
-}
-
 /* Whether two GPUs reach each other's memory: OK, or why not. */
 EXPORT int
 nvmlDeviceGetP2PStatus(Gpu *, Gpu *, int, int *status)

@@ -94,7 +94,6 @@ uint64_t rig_now(void);
 void rig_read_defects(void);
 void rig_befall(uint64_t now);
 int rig_is_lost(const Gpu *gpu);
-int rig_throttle(const Gpu *gpu);
 int rig_spoil(int source, int target, void *to, size_t size);
 
 #endif
