@@ -10,8 +10,10 @@ anything.
 The pages of docs/situations and the tutorial say besides on what a block is run: ``<!-- run on
 eight-3090 -->`` on a recorded machine, ``<!-- run on code -->`` with the code that comes with a
 checkpoint, and ``<!-- run on virtual:2x8GiB -->`` with weights, on these GPUs in the place of those
-that the page names, or of all; see `newcomer`. ``exit 13`` there is how the last command ends. The
-tutorial's rows of JSON are in ``train.jsonl``.
+that the page names, or of all; see `newcomer`. ``exit 13`` there is how the last command ends.
+``<!-- run on demo -->`` in the tutorial is run with the model of ``duoka demo`` as ``demo-model``,
+and its server stays for the commands that follow. The tutorial's rows of JSON are in
+``train.jsonl``.
 """
 
 from __future__ import annotations
@@ -22,9 +24,13 @@ import os
 import re
 import shlex
 import shutil
+import signal
+import socket
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import dedent
@@ -42,6 +48,7 @@ from duoka.cli.main import run
 from duoka.planner.request import PlanProblem
 from duoka.planner.resolve import workload_for
 from duoka.planner.solve import solve
+from duoka.tools.demo.checkpoint import make_checkpoint
 from duoka.tracing.get_profile import profile_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,9 +60,10 @@ PAGES = [
 SITUATIONS = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs/situations").glob("*.md"))
 ENGLISH = [page for page in SITUATIONS if not page.endswith(".zh-CN.md")]
 TUTORIAL = "docs/tutorial.md"
+SERVER_SECONDS = 180
 # Memory forecasts, and contexts that fit: they change a little with versions of torch.
 # The number of a version is none of those.
-_NUMBER = re.compile(r"(?<![\d.])\d+\.\d\d(?!\d|\.\d)|\d{5,}")
+_NUMBER = re.compile(r"(?<![\d.])\d+\.\d{2,4}(?!\d|\.\d)|\d{5,}")
 _BAR = re.compile("[█▓▒░·]{4,}")
 # A command of duoka's own runs in this process: torch need not be imported for each.
 _OWN = re.compile(r"duoka ([^|&;<>$`]+?)(\|\| echo \"exit code \$\?\")?\s*", re.DOTALL)
@@ -90,7 +98,10 @@ def commands(page: str) -> list[Command]:
 
 
 def pattern(shown: str) -> str:
-    """A regular expression for what a page shows; its groups are the measured numbers."""
+    """A regular expression for what a page shows; its groups are the measured numbers.
+
+    ``…`` stands for any lines, or for a part of one.
+    """
     lines = []
     for line in shown.rstrip().splitlines():
         if line.strip() == "…":
@@ -103,7 +114,7 @@ def pattern(shown: str) -> str:
 
 def _words(line: str) -> list[str]:
     # A number's point stays as it is, so that the number is found afterwards.
-    return [re.escape(word).replace(r"\.", ".") for word in line.split()]
+    return [re.escape(word).replace(r"\.", ".").replace("…", ".*") for word in line.split()]
 
 
 def is_shown(shown: str, printed: str) -> bool:
@@ -234,10 +245,10 @@ def test_situations(
     monkeypatch.setattr(sys.modules["duoka.tools.doctor.diagnose"], "_HOST_CHECKS", ())
     for name in ("cat.jpg", "book.txt"):
         shutil.copy(belongings / name, name)
-    text = (ROOT / page).read_text(encoding="utf-8")
-    for rows in re.findall(r"^```json\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        Path("train.jsonl").write_text(rows, encoding="utf-8")
+    write_rows(page)
     for command in commands(page):
+        if command.place == "demo":
+            continue
         with pytest.MonkeyPatch.context() as patch:
             code, printed = outcome(at_its_place(command, belongings, patch))
         what = f"{page}: {command.arguments[-1]}\n{printed}"
@@ -245,10 +256,68 @@ def test_situations(
         assert is_shown(command.shown, printed), what
 
 
+def write_rows(page: str) -> None:
+    """Write the rows of training data that a page shows."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for rows in re.findall(r"^```json\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        Path("train.jsonl").write_text(rows, encoding="utf-8")
+
+
+@contextmanager
+def served(command: Command) -> Iterator[None]:
+    """Run a server that has printed what the page shows."""
+    line = f"exec {command.arguments[-1]}"
+    log = Path("server.log")
+    with log.open("w") as file:
+        process = subprocess.Popen(["bash", "-c", line], stdout=file, stderr=file)
+    try:
+        end = time.monotonic() + SERVER_SECONDS
+        while not is_shown(command.shown, without_progress(log.read_text())):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.2)
+        yield
+        process.terminate()
+        assert process.wait(SERVER_SECONDS) == 128 + signal.SIGTERM, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_the_tutorial_on_the_demo_model(quick_programs: None) -> None:
+    make_checkpoint(Path("demo-model"))
+    write_rows(TUTORIAL)
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port = str(listener.getsockname()[1])
+    changes = {"8232": port, "8000": port, "glm-4-9b-chat": "demo-model"}
+    with ExitStack() as server:
+        for command in commands(TUTORIAL):
+            if command.place != "demo":
+                continue
+            *before, line = command.arguments
+            shown = command.shown.replace("8232", port)
+            for old, new in changes.items():
+                line = line.replace(old, new)
+            changed = replace(command, arguments=[*before, line], shown=shown)
+            if line.startswith("duoka serve "):
+                server.close()
+                server.enter_context(served(changed))
+                continue
+            code, printed = outcome(changed)
+            assert code == 0, f"{line}\n{printed}"
+            assert is_shown(shown, printed), f"{line}\n{printed}"
+
+
+@pytest.mark.parametrize("page", [*ENGLISH, TUTORIAL])
+def test_the_same_commands_in_both_languages(page: str) -> None:
+    assert commands(page) == commands(page.replace(".md", ".zh-CN.md"))
+
+
 @pytest.mark.parametrize("page", ENGLISH)
-def test_situations_in_both_languages(page: str) -> None:
+def test_situations_are_short_and_linked(page: str) -> None:
     chinese = page.replace(".md", ".zh-CN.md")
-    assert commands(page) == commands(chinese)
     for each in (page, chinese):
         lines = (ROOT / each).read_text(encoding="utf-8").splitlines()
         assert len(lines) <= 110, "a newcomer's page is short"
