@@ -31,7 +31,9 @@ class Served:
     directory : Path
         Its checkpoint.
     process : Popen
-        Of ``duoka serve``.
+        Of ``duoka serve``, or its proxy: see `serving`.
+    pid : int
+        That of ``duoka serve``.
     log : Path
         What it has written to the standard error.
     """
@@ -40,6 +42,7 @@ class Served:
     model: str
     directory: Path
     process: subprocess.Popen[str]
+    pid: int
     log: Path
 
 
@@ -58,8 +61,8 @@ def serving(
     engine are forks, whose process is a proxy.
     """
     program = (  # a run of tests in the background may leave Ctrl-C ignored
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from duoka.cli import main; main()"
+        "import os, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "print(os.getpid(), flush=True); from duoka.cli import main; main()"
     )
     command = [python, "-c", program, "serve", str(directory), *gpus, "--port", "0"]
     with (
@@ -77,9 +80,15 @@ def serving(
         reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
         reader.start()
         try:
+            pid = int(_line(lines))
             url = _url(lines, log)
             yield Served(
-                url=url, model=directory.name, directory=directory, process=process, log=log
+                url=url,
+                model=directory.name,
+                directory=directory,
+                process=process,
+                pid=pid,
+                log=log,
             )
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
@@ -97,11 +106,15 @@ def _read(stream: Iterator[str], lines: queue.Queue[str]) -> None:
     lines.put("")
 
 
+def _line(lines: queue.Queue[str]) -> str:
+    try:
+        return lines.get(timeout=_START_SECONDS)
+    except queue.Empty:
+        return ""
+
+
 def _url(lines: queue.Queue[str], log: Path) -> str:
     """The address that is printed when requests are answered."""
-    try:
-        line = lines.get(timeout=_START_SECONDS)
-    except queue.Empty:
-        line = ""
+    line = _line(lines)
     assert line.startswith("http"), f"the server printed {line!r}: {log.read_text()}"
     return line.split()[0]

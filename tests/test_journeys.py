@@ -20,6 +20,8 @@ import duoka
 from duoka import TuneSettings
 from duoka.tools.demo.checkpoint import CONFIG
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("single_sequences")]
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = str(ROOT / "src" / "duoka") + "/"
 TINY = {"hidden_size": 64, "ffn_hidden_size": 96, "num_layers": 3, "num_attention_heads": 4}

@@ -37,8 +37,16 @@ def files() -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield a tree and the statements in it; expressions, which are most nodes, hold none."""
+    yield tree
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.stmt | ast.excepthandler | ast.match_case):
+            yield from statements(node)
+
+
 def functions(tree: ast.AST) -> Iterator[Function]:
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, Function):
             yield node
 
@@ -123,7 +131,7 @@ def test_sizes_in_c() -> None:
 def code_lines(text: str) -> int:
     """Count the lines that are neither blank, nor a comment, nor inside a docstring."""
     docstring_lines = set[int]()
-    for node in ast.walk(ast.parse(text)):
+    for node in statements(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node):
             statement = node.body[0]
             docstring_lines.update(range(statement.lineno, (statement.end_lineno or 0) + 1))

@@ -24,6 +24,8 @@ from duoka.tracing import get_profile
 
 from .conftest import LOAD, TWO, everything, ids
 
+pytestmark = pytest.mark.usefixtures("single_sequences")
+
 
 def test_a_path_a_checkpoint_a_config_and_a_model_are_planned_alike(
     model: PreTrainedModel, checkpoint: Path, tmp_path: Path
@@ -42,19 +44,6 @@ def test_a_path_a_checkpoint_a_config_and_a_model_are_planned_alike(
     assert [plan.source for plan in plans] == [str(checkpoint)] * 3 + [str(bare), ""]
     assert plans[0].fingerprint == Checkpoint.open(checkpoint).fingerprint
     assert set(plans[0].devices) == {"vgpu:0", "vgpu:1"}
-
-
-def test_a_model_is_traced_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = duoka.plan(checkpoint, TWO, LOAD)
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("traced again")
-
-    for name in ("trace", "trace_workload"):
-        monkeypatch.setattr(get_profile, name, fail)
-    assert duoka.plan(checkpoint, TWO, LOAD) == first
-    other = Workload(batch=3, prompt_tokens=301, new_tokens=7, prefill_chunk_tokens=100)
-    assert duoka.plan(checkpoint, TWO, other).workload.batch == 3
 
 
 def test_the_model_object_is_not_touched(model: PreTrainedModel) -> None:

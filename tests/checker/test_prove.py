@@ -28,6 +28,8 @@ from duoka.runtime.call.stepper import Stepper
 from duoka.tracing import TraceSpec
 from duoka.tracing.trace_training import trace_training_workload
 
+pytestmark = pytest.mark.usefixtures("single_sequences")
+
 LOAD = Workload(
     batch=2, prompt_tokens=601, new_tokens=30, dtype="bfloat16", prefill_chunk_tokens=300
 )

@@ -19,6 +19,8 @@ from duoka.errors import MachineError
 
 from .conftest import GPUS, SIZES, Program
 
+pytestmark = pytest.mark.usefixtures("single_sequences")
+
 CONFIGURATION = """\
 from transformers import PretrainedConfig
 

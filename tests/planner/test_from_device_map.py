@@ -21,6 +21,8 @@ from duoka.planner.device_map import DeviceMap
 from duoka.planner.request import PlanProblem
 from duoka.planner.solve import find_plan
 
+pytestmark = pytest.mark.usefixtures("single_sequences")
+
 LOAD = Workload(prompt_tokens=700, new_tokens=40, dtype="bfloat16", prefill_chunk_tokens=None)
 LAYERS = tiny.made_up([60 * MIB, *[40 * MIB] * 6, 60 * MIB], tiny.Costs(cache=2048))
 TIED = tiny.made_up([60 * MIB, *[40 * MIB] * 4, 0], tiny.Costs(cache=2048), tied_to={5: 0})

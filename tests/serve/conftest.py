@@ -20,9 +20,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def served(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(
+    llama: Path, tmp_path_factory: pytest.TempPathFactory, forking_python: Path
+) -> Iterator[Served]:
     """A server of it; loopback, and without a key."""
-    with serving(llama, tmp_path_factory.mktemp("server") / "log") as server:
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serving(llama, log, python=forking_python) as server:
         yield server
 
 

@@ -149,10 +149,10 @@ async def all_vanish(url: str, number: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("number", [40, pytest.param(500, marks=pytest.mark.slow)])
 def test_who_goes_away_leaves_nothing(served: Served, number: int) -> None:
-    before = num_descriptors(served.process.pid)
+    before = num_descriptors(served.pid)
     assert len(asyncio.run(all_vanish(served.url, number))) == 7
     check_unharmed(served)
-    assert num_descriptors(served.process.pid) <= before + 2
+    assert num_descriptors(served.pid) <= before + 2
 
 
 GRAMMARS: dict[str, Any] = {

@@ -23,6 +23,8 @@ from duoka.errors import DuokaError, FormatError, UsageError
 from duoka.report.export.gguf_file import architecture_of, read_gguf, weight_bytes
 from duoka.report.export.stages import to_layer_pipeline
 
+pytestmark = pytest.mark.usefixtures("single_sequences")
+
 gguf = pytest.importorskip("gguf")
 ARCH = "glm4moe"
 

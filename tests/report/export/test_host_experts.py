@@ -18,6 +18,8 @@ from duoka.errors import FormatError, UsageError
 from duoka.planner.plan_profile import cached_profile
 from duoka.report.export.host_experts import layer_bytes
 
+pytestmark = pytest.mark.usefixtures("single_sequences")
+
 IDS = torch.arange(12).reshape(1, 12)
 # common/common.h of llama.cpp in llama-cpp-python 0.3.36.
 LLM_FFN_EXPS_REGEX = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"

@@ -9,6 +9,8 @@ from rich.console import Console
 from duoka.report.measured import Measured
 from duoka.report.terminal import render_measured
 
+pytestmark = pytest.mark.usefixtures("single_sequences")
+
 
 @pytest.mark.parametrize(
     ("hits", "printed"), [(None, ""), (0.784, "78% of the chosen experts were in the GPUs' caches")]
