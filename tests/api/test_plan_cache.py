@@ -14,7 +14,6 @@ from duoka.tracing import get_profile
 from .conftest import LOAD, TWO
 
 
-@pytest.mark.slow
 def test_a_model_is_traced_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = duoka.plan(checkpoint, TWO, LOAD)
 
