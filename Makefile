@@ -32,9 +32,9 @@ test: $(STAMP)
 	$(PYTEST) $(QUICK)
 
 # Every promise by all cases; rare families of transformers and slow cases by turn (tests/turns.py).
-# build/durations.xml has the time of each test.
+# build/durations.xml has the time of each test, without its fixtures.
 # Two workers more than cores: many of these wait for other processes, and for time to pass.
-DURATIONS = --durations 60 --durations-min 2 --junitxml build/durations.xml
+DURATIONS = --durations 60 --durations-min 2 --junitxml build/durations.xml -o junit_duration_report=call
 test-all: JOBS := 4
 test-all: $(RAY_STAMP)
 	$(PYTEST) -m "not nightly" --hypothesis-profile ci $(DURATIONS)

@@ -7,7 +7,8 @@ commit always tests the same. DUOKA_TURN=k selects turn k, and DUOKA_TURN=all, w
 sets, tests all. A few tests that take minutes are for the night alone (NIGHTLY).
 
 A test is slow if it is marked so, or if `slow_tests.txt` has it. `python tests/turns.py
-build/durations.xml 4` writes that file anew: `make test-all` leaves the durations.
+build/durations.xml 4` writes that file anew: `make test-all` leaves the durations of calls
+(a fixture that many tests share would count for the first of them).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ VARIABLE = "DUOKA_TURN"
 
 _SLOW_TESTS = Path(__file__).parent / "slow_tests.txt"
 SLOW = frozenset(_SLOW_TESTS.read_text(encoding="utf-8").split())
-"""Tests, or files of tests, that took more than 4 s of `make test-all`, or 2.5 s of `make test`.
+"""Tests, or files of tests, that took more than 4 s of `make test-all`, or 2 s of `make test`.
 
 Measured on two cores without AVX-512.
 """
