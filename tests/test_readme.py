@@ -61,9 +61,9 @@ SITUATIONS = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs/situat
 ENGLISH = [page for page in SITUATIONS if not page.endswith(".zh-CN.md")]
 TUTORIAL = "docs/tutorial.md"
 SERVER_SECONDS = 180
-# Memory forecasts, and contexts that fit: they change a little with versions of torch.
+# Memory forecasts, losses, and contexts that fit: they change a little with versions of torch.
 # The number of a version is none of those.
-_NUMBER = re.compile(r"(?<![\d.])\d+\.\d{2,4}(?!\d|\.\d)|\d{5,}")
+_NUMBER = re.compile(r"(?<![\d.])\d+\.\d\d(?:\d\d)?(?!\d|\.\d)|\d{5,}")
 _BAR = re.compile("[█▓▒░·]{4,}")
 # A command of duoka's own runs in this process: torch need not be imported for each.
 _OWN = re.compile(r"duoka ([^|&;<>$`]+?)(\|\| echo \"exit code \$\?\")?\s*", re.DOTALL)
